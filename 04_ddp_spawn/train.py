@@ -1,0 +1,179 @@
+"""[04] Train with one process per device, started by the script itself: torch.multiprocessing.
+
+python 04_ddp_spawn/train.py --nproc=2
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import checkpoint
+from common import data
+from common import flags
+from common import meters
+from common import parent
+from common import schedule
+from common.model import make_model
+
+
+# ---- 1. flags ----------------------------------------------------------------------------------
+def read_flags():
+    """Return the flags, checked: those of common/flags.py and the stage's own."""
+    parser = flags.Flags(__doc__)
+    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
+    parser.add_argument("--nproc", type=flags.number(int, least=1), help="processes")  # [04]
+    args = parser.parse_args()
+    if args.sync_bn and args.device.type == "cpu":
+        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
+    args.nproc = args.nproc or (torch.cuda.device_count() if args.device.type == "cuda" else 2)
+    flags.share(args, args.nproc)  # [04] found here, a fault is reported once, not by every rank
+    flags.nth_device(args, args.nproc - 1)
+    return args
+
+
+# ---- 2. processes ------------------------------------------------------------------------------
+def setup(args, rank, folder):
+    """Prepare this process and return its device."""
+    parent.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
+    device = flags.nth_device(args, rank)  # [04] one machine: the rank is also the local rank
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",  # [04] a new file: no port that can be taken
+        rank=rank,
+        world_size=args.nproc,
+        timeout=args.timeout,  # [03] a process that hangs is noticed after that
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
+
+
+def is_main():
+    """Whether this process is the one that prints and writes."""
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+
+
+def log(text):
+    """Print a line, once for the whole run."""
+    if is_main():
+        print(text, flush=True)
+
+
+# ---- 3. data -----------------------------------------------------------------------------------
+def make_loaders(args):
+    """Return the loaders of this process's training and validation batches."""
+    if not is_main():
+        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
+    train_set, val_set = data.load_data(args)
+    if is_main():
+        dist.barrier()
+    train_loader = DataLoader(
+        train_set,
+        batch_size=args.batch_size // dist.get_world_size(),  # [03] the process's share
+        sampler=DistributedSampler(
+            train_set, seed=args.seed, drop_last=True
+        ),  # [03] and its images
+        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
+        **data.loader_options(args),
+    )
+    return train_loader, DataLoader(
+        val_set, batch_size=args.batch_size, **data.loader_options(args)
+    )
+
+
+# ---- 4. one training epoch ---------------------------------------------------------------------
+def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
+    """Take one optimizer step per global batch; return the epoch's averages."""
+    model.train()
+    meter = meters.Meter(args.device)
+    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
+    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main()):
+        images = images.to(args.device, args.dtype, non_blocking=True)
+        target = target.to(args.device, non_blocking=True)
+        output = model(images)
+        loss = nn.functional.cross_entropy(output, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        meter.update(loss, output, target)
+    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
+    return meter.averages()
+
+
+# ---- 5. evaluation -----------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(args, model, loader):
+    """Return the averages over the whole validation set."""
+    model.eval()
+    meter = meters.Meter(args.device)
+    for images, target in meters.progress(loader, "evaluation", meter, show=is_main()):
+        images = images.to(args.device, args.dtype, non_blocking=True)
+        target = target.to(args.device, non_blocking=True)
+        output = model(images)
+        meter.update(nn.functional.cross_entropy(output, target), output, target)
+    return meter.averages()
+
+
+# ---- 6. the run --------------------------------------------------------------------------------
+def run(args):
+    """Train and evaluate for --epochs, or only evaluate."""
+    train_loader, val_loader = make_loaders(args)
+    torch.manual_seed(args.seed)
+    model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
+    if args.evaluate:
+        checkpoint.load_weights(model, args.evaluate)
+        return log(f"val {meters.describe(evaluate(args, model, val_loader))}")
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+    )
+    scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
+    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03]
+    for epoch in range(1, args.epochs + 1):
+        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
+        val = evaluate(args, wrapped, val_loader)
+        log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
+        if args.out and is_main():
+            checkpoint.record(args.out, epoch, train, val, model.state_dict())
+
+
+def worker(rank, args, folder):
+    """Be one of the processes."""
+    args.device = setup(args, rank, folder)  # [04] the rank is given, no variable is read
+    run(args)
+    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    dist.destroy_process_group()
+
+
+def main():
+    args = read_flags()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
+    with TemporaryDirectory() as folder:
+        context = mp.spawn(worker, (args, folder), args.nproc, join=False)
+        try:
+            while not context.join():  # [04] raises what a process raised, with its traceback
+                pass
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            sys.exit(str(error))
+        finally:
+            for process in context.processes:
+                process.kill()  # [04] otherwise Ctrl-C waits for them for ever
+
+
+if __name__ == "__main__":
+    main()

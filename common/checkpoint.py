@@ -1,0 +1,91 @@
+"""Files that are either whole or not there: weights and metrics."""
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+from common.flags import stop
+
+
+def write_atomically(path, write):
+    """Call `write(file)` on a temporary file beside `path`, then put it in the place of `path`.
+
+    Whoever is killed in the middle, or finds the disk full, leaves the old file as it was. The
+    data is on the disk (fsync) before the name changes, and so is the new name afterwards.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save(state, path):
+    """Write tensors, numbers, strings, lists and dicts of them to `path`, atomically."""
+    write_atomically(path, lambda file: torch.save(state, file))
+
+
+def load(path):
+    """Return what `save` wrote, its tensors on the CPU.
+
+    Runs no code from the file (weights_only=True). Raises ValueError where the file is missing,
+    truncated or of another kind.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is missing, truncated, or not a file of weights") from error
+
+
+def load_weights(model, path):
+    """Load the weights in `path` into `model`.
+
+    A file that cannot be read, or holds another model's weights, ends the program with one line.
+    """
+    try:
+        model.load_state_dict(load(path))
+    except ValueError as error:
+        stop(f"--evaluate: {error}")
+    except (RuntimeError, TypeError, AttributeError):
+        stop(f"--evaluate: {path} holds the weights of another model; check --arch and --data")
+
+
+def read_metrics(folder):
+    """Return the rows of `folder`/metrics.jsonl, one dict per epoch; none where it is missing."""
+    path = Path(folder) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def record(folder, epoch, train, val, weights):
+    """Write what an epoch ended with: metrics.jsonl, last.pt, and best.pt if its acc@1 is the best.
+
+    epoch: counted from 1; train, val: averages of a Meter; weights: a state_dict. Rows of this
+    epoch and of later ones, left by an earlier run, are dropped.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--out {folder}: {error.strerror}")
+    earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
+    rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
+    weights = {name: tensor.cpu() for name, tensor in weights.items()}
+    save(weights, folder / "last.pt")
+    if all(row["val"]["acc1"] < val["acc1"] for row in earlier):
+        save(weights, folder / "best.pt")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(folder / "metrics.jsonl", lambda file: file.write(text.encode()))

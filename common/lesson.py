@@ -1,0 +1,110 @@
+"""What the notebooks use: launch a stage, show what changed, compare weights, draw curves."""
+
+import difflib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from common.checkpoint import load
+from common.checkpoint import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+BANNER = "# ---- "
+HEAD = "docstring and imports"
+
+
+def launch(arguments, fails=False, seconds=120, **variables):
+    """Run `python ARGUMENTS` from the repository's folder and print what it prints.
+
+    arguments: a list of strings; variables: put into the environment (None takes one out). Standard
+    error, where the progress goes, is not printed. Returns the subprocess.CompletedProcess, with
+    both outputs as text.
+
+    Raises CalledProcessError if the child fails, or with `fails=True` if it does not, and
+    TimeoutExpired after `seconds`. Whatever ends this call ends the child and its own children.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = child.communicate(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        print(output, end="")
+        errors.seek(0)
+        done = subprocess.CompletedProcess(arguments, child.returncode, output, errors.read())
+    if bool(done.returncode) != fails:
+        print(done.stderr)
+        raise subprocess.CalledProcessError(done.returncode, done.args, output, done.stderr)
+    return done
+
+
+def sections(stage):
+    """Return {title: lines} of a stage's script, in its own order; the part above is HEAD."""
+    title, parts = HEAD, {HEAD: []}
+    for line in (ROOT / stage / "train.py").read_text().splitlines():
+        if line.startswith(BANNER):
+            title = line.strip("# -")
+            parts[title] = []
+        else:
+            parts[title].append(line)
+    return parts
+
+
+def show(stage, section):
+    """Print one section of a stage's script."""
+    print("\n".join(sections(stage)[section]).strip())
+
+
+def diff(before, after, section):
+    """Return the lines of a unified diff of one section of two stages' scripts, 2 of context."""
+    old, new = sections(before)[section], sections(after)[section]
+    return list(difflib.unified_diff(old, new, n=2, lineterm=""))[2:]
+
+
+def show_diff(before, after, section):
+    """Print the diff of one section of two stages' scripts, in colours that every page shows."""
+    colours = {"+": "32", "-": "31", "@": "36"}
+    for line in diff(before, after, section):
+        colour = colours.get(line[0])
+        print(f"\x1b[{colour}m{line}\x1b[0m" if colour else line)
+
+
+def difference(one, other):
+    """Return the largest absolute difference between the weights in two files."""
+    one, other = load(one), load(other)
+    if one.keys() != other.keys():
+        raise ValueError(f"different names: {sorted(one.keys() ^ other.keys())}")
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def draw_curves(runs):
+    """Plot the training loss and the validation accuracy of {label: folder given as --out}."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
+    for (label, folder), marker in zip(runs.items(), "o+x^sv*", strict=False):
+        rows = read_metrics(folder)
+        epochs = [row["epoch"] for row in rows]
+        style = {"marker": marker, "markersize": 9, "fillstyle": "none", "label": label}
+        left.plot(epochs, [row["train"]["loss"] for row in rows], **style)
+        right.plot(epochs, [row["val"]["acc1"] for row in rows], **style)
+    left.set(xlabel="epoch", title="training loss")
+    right.set(xlabel="epoch", title="validation accuracy, %")
+    left.legend()
+    plt.show()

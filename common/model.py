@@ -1,0 +1,127 @@
+"""The networks: a small one of our own, and torchvision's by name."""
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+from common.flags import stop
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut (He et al., 2016), with group norm."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, outputs)
+        self.shortcut = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x):
+        y = F.silu(self.norm1(self.conv1(x)))
+        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class SmallResNet(nn.Sequential):
+    """A residual network of three blocks for images of 8 pixels and more.
+
+    Maps float images [B, channels, H, W] to logits [B, classes].
+
+    It has group norm (Wu and He, 2018), not batch norm: batch norm takes its statistics over the
+    images that one process holds, so splitting a batch would change what the network computes, and
+    no number of processes would train to the same weights. Group norm looks at one image at a time.
+
+    Its activation is the smooth SiLU, not ReLU: the order of an addition changes with the number of
+    processes, hence its last bit, and at the corner of a ReLU one bit decides between a gradient of
+    0 and of 1. In float32 two runs then part within an epoch; with SiLU they agree to six digits.
+    """
+
+    def __init__(self, channels, classes, width=16):
+        super().__init__(
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.SiLU(),
+            Block(width, width, stride=1),
+            Block(width, 2 * width, stride=2),
+            Block(2 * width, 4 * width, stride=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4 * width, classes),
+        )
+
+
+def replace(model, old, new):
+    """Put the module `new` where `old` stands in `model`."""
+    name = next(name for name, module in model.named_modules() if module is old)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def from_torchvision(args, channels, classes, size):
+    """Return a torchvision model with `classes` outputs for images of `channels` x size x size."""
+    # The two networks with side outputs train without them: one output, one loss.
+    options = {"aux_logits": False} if args.arch in ("googlenet", "inception_v3") else {}
+    if options and not args.pretrained:
+        options["init_weights"] = True
+    if args.arch.startswith("vit"):
+        options["image_size"] = size
+    if args.pretrained:
+        try:
+            model = torchvision.models.get_model(args.arch, weights="DEFAULT", **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            stop(f"--pretrained: no weights for {args.arch} ({error})")
+        last = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))][-1]
+        if isinstance(last, nn.Linear):
+            replace(model, last, nn.Linear(last.in_features, classes))
+        else:
+            replace(model, last, nn.Conv2d(last.in_channels, classes, last.kernel_size))
+    else:
+        model = torchvision.models.get_model(args.arch, num_classes=classes, **options)
+
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    if channels != first.in_channels:
+        replace(model, first, like(first, channels))
+    # The usual stem for small images: a ResNet's first layers would shrink them to a quarter.
+    if size <= 64 and not args.pretrained and isinstance(model, torchvision.models.ResNet):
+        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    return model
+
+
+def like(conv, channels):
+    """Return a copy of a convolution that takes `channels` channels, with its weights' mean."""
+    new = nn.Conv2d(
+        channels,
+        conv.out_channels,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        bias=conv.bias is not None,
+    )
+    with torch.no_grad():
+        new.weight.copy_(conv.weight.mean(dim=1, keepdim=True) * conv.in_channels / channels)
+        if conv.bias is not None:
+            new.bias.copy_(conv.bias)
+    return new
+
+
+def make_model(args, data_set):
+    """Return the network that --arch names, for the images and classes of `data_set`.
+
+    Maps float images [B, C, H, W] to logits [B, classes]. A network that cannot take images of
+    that size ends the program with one line.
+    """
+    channels, size, _ = data_set[0][0].shape
+    if args.arch == "small":
+        return SmallResNet(channels, data_set.classes)
+    try:
+        model = from_torchvision(args, channels, data_set.classes, size)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, channels, size, size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        stop(f"--arch {args.arch}: cannot take images of {size} x {size} pixels ({error})")
+    return model
