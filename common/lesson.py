@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def launch(arguments, fails=False, seconds=120, **variables):
     error, where the progress goes, is not printed. Returns the subprocess.CompletedProcess, with
     both outputs as text.
 
-    Raises CalledProcessError if the child fails, or with `fails=True` if it does not, and
-    TimeoutExpired after `seconds`. Whatever ends this call ends the child and its own children.
+    Raises CalledProcessError if the child fails, or with `fails=True` if it does not. It is killed
+    after `seconds`. Whatever ends this call ends the child and the processes it started.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     environment = {name: value for name, value in environment.items() if value is not None}
@@ -41,19 +42,31 @@ def launch(arguments, fails=False, seconds=120, **variables):
             text=True,
             start_new_session=True,
         )
+        alarm = threading.Timer(seconds, stop_group, [child])
+        alarm.start()
+        lines = []
         try:
-            output, _ = child.communicate(timeout=seconds)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
             child.wait()
-        print(output, end="")
+        finally:
+            alarm.cancel()
+            stop_group(child)
         errors.seek(0)
-        done = subprocess.CompletedProcess(arguments, child.returncode, output, errors.read())
+        output, progress = "".join(lines), errors.read()
+    done = subprocess.CompletedProcess(arguments, child.returncode, output, progress)
     if bool(done.returncode) != fails:
-        print(done.stderr)
-        raise subprocess.CalledProcessError(done.returncode, done.args, output, done.stderr)
+        print(progress)
+        raise subprocess.CalledProcessError(child.returncode, arguments, output, progress)
     return done
+
+
+def stop_group(child):
+    """Kill a child that `launch` started, and all of its process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def sections(stage):

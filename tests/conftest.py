@@ -1,0 +1,57 @@
+"""The option --device, and runs that several tests look at."""
+
+import pytest
+import torch
+
+from tests.running import train
+from tools.stages import takes_processes
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where stages train")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes minutes; deselected unless -m long is given")
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: no GPU is visible here")
+
+
+def counts(device):
+    """Return the numbers of processes to try: 1 to 4, or as far as there are GPUs."""
+    return range(1, min(4, torch.cuda.device_count() if device == "cuda" else 4) + 1)
+
+
+def pytest_generate_tests(metafunc):
+    if "processes" in metafunc.fixturenames and "launched" in metafunc.fixturenames:
+        from tools.stages import stages
+
+        device = metafunc.config.getoption("--device")
+        pairs = [(s, n) for s in stages() if takes_processes(s) for n in counts(device)]
+        metafunc.parametrize("launched, processes", pairs)
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def several(device):
+    """The number of processes of a test that wants more than one, where there are the GPUs."""
+    return min(2, counts(device)[-1])
+
+
+@pytest.fixture(scope="session")
+def trained(device, tmp_path_factory):
+    """Return a function that trains a stage, once per session for the same arguments."""
+    done = {}
+
+    def get(stage, processes=1, *flags):
+        key = (stage, processes, flags)
+        if key not in done:
+            folder = tmp_path_factory.mktemp(f"{stage}-{processes}-")
+            done[key] = train(stage, processes, [*flags, "--device", device], folder)
+        return done[key]
+
+    return get

@@ -1,0 +1,89 @@
+"""Every stage trains the same model to the same weights, on any number of processes."""
+
+import pytest
+
+from common.lesson import difference
+from tests.running import run
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import stages
+from tools.stages import takes_processes
+
+DOUBLE = ("--dtype", "float64", "--epochs", "2")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def assert_same(one, other):
+    assert difference(one.weights, other.weights) <= 1e-10
+    assert len(one.rows) == len(other.rows) == 2
+    for a, b in zip(one.rows, other.rows, strict=True):
+        for part, images in (("train", 1500), ("val", 297)):
+            assert a[part]["images"] == b[part]["images"] == images
+            assert a[part]["loss"] == pytest.approx(b[part]["loss"], abs=1e-10)
+            assert a[part]["acc1"] == b[part]["acc1"]
+
+
+def test_dataparallel_equals_one_gpu(trained):
+    assert_same(trained("01_single_gpu", 1, *DOUBLE), trained("02_dataparallel", 1, *DOUBLE))
+
+
+def test_any_number_of_processes_equals_one_gpu(trained, device, launched, processes):
+    done = trained(launched, processes, *DOUBLE)
+    assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
+    assert_same(trained("01_single_gpu", 1, *DOUBLE), done)
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_it_learns_and_float32_prints_the_same(trained, several, stage):
+    done = trained(stage, several if takes_processes(stage) else 1)
+    losses = [row["train"]["loss"] for row in done.rows]
+    assert len(losses) == 5
+    assert losses[-1] < 0.1 * losses[0]
+    assert done.rows[-1]["val"]["acc1"] >= 95
+    assert done.epochs == trained("01_single_gpu").epochs
+
+
+@pytest.fixture(scope="module")
+def weights_of_each_rank(device, several, tmp_path_factory):
+    """Return a function: train a changed copy of stage 03 and return the weights of every rank."""
+    if several < 2:
+        pytest.skip("a second process needs a second GPU")
+
+    def get(name, old, new):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "common").symlink_to(ROOT / "common")
+        (folder / "03_ddp_launch").mkdir()
+        text = (ROOT / "03_ddp_launch/train.py").read_text()
+        every_rank = ("if args.out and is_main():", "args.out /= str(dist.get_rank())\n        if 1:")
+        for before, after in ((old, new), every_rank):
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+        (folder / "03_ddp_launch/train.py").write_text(text)
+        flags = ["--dtype", "float64", "--epochs", "2", "--device", device, "--out", "out"]
+        out = folder / "out"
+        flags[-1] = str(out)
+        # Every epoch's folder lies in the one before: out/RANK/RANK.
+        done = run([*command("03_ddp_launch", several, root=folder), *flags], folder)
+        assert done.returncode == 0, done.stderr
+        return [out / str(rank) / str(rank) / "last.pt" for rank in range(several)]
+
+    return get
+
+
+def test_all_ranks_hold_the_same_weights(weights_of_each_rank, trained):
+    first, second = weights_of_each_rank("as-it-is", "gc.collect()", "gc.collect()")
+    assert difference(first, second) == 0
+    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) <= 1e-10
+
+
+def test_without_ddp_the_ranks_part(weights_of_each_rank, trained):
+    wrap = "nn.parallel.DistributedDataParallel(model)"
+    first, second = weights_of_each_rank("no-ddp", wrap, "model")
+    assert difference(first, second) > 1e-3
+    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) > 1e-3
+
+
+def test_without_set_epoch_the_weights_are_others(weights_of_each_rank, trained):
+    first, second = weights_of_each_rank("no-set-epoch", "loader.sampler.set_epoch(epoch)", "pass")
+    assert difference(first, second) == 0
+    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) > 1e-3
