@@ -58,9 +58,8 @@ def make_loaders(args):
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    return train_loader, DataLoader(
-        val_set, batch_size=args.batch_size, **data.loader_options(args)
-    )
+    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    return train_loader, val_loader
 
 
 # ---- 4. one training epoch ---------------------------------------------------------------------

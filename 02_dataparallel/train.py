@@ -58,9 +58,8 @@ def make_loaders(args):
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    return train_loader, DataLoader(
-        val_set, batch_size=args.batch_size, **data.loader_options(args)
-    )
+    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    return train_loader, val_loader
 
 
 # ---- 4. one training epoch ---------------------------------------------------------------------
@@ -112,9 +111,7 @@ def run(args):
     scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     wrapped = nn.DataParallel(model) if gpus else model  # [02] `model` stays what is saved
-    log(
-        f"DataParallel splits over {gpus} GPUs" if gpus > 1 else "DataParallel has nothing to split"
-    )
+    log("DataParallel has nothing to split" if gpus < 2 else f"DataParallel on {gpus} GPUs")
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
         val = evaluate(args, wrapped, val_loader)

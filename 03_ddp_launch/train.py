@@ -74,15 +74,12 @@ def make_loaders(args):
     train_loader = DataLoader(
         train_set,
         batch_size=args.batch_size // dist.get_world_size(),  # [03] the process's share
-        sampler=DistributedSampler(
-            train_set, seed=args.seed, drop_last=True
-        ),  # [03] and its images
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    return train_loader, DataLoader(
-        val_set, batch_size=args.batch_size, **data.loader_options(args)
-    )
+    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    return train_loader, val_loader
 
 
 # ---- 4. one training epoch ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How the tests run a stage: by its own command, or in a fork of a process that has torch loaded."""
+"""How the tests run a stage: by its own command, or in a fork of a process that has torch."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def family(pid):
 
 @contextlib.contextmanager
 def started(arguments, folder, **variables):
-    """Start a command; its outputs go to `folder`/stdout and stderr. Its family is killed at the end.
+    """Start a command, its outputs going to `folder`/stdout and stderr; kill what is left of it.
 
     Yields the subprocess.Popen, with three more attributes: `screen()` is all that it printed so
     far, `wait_for(text)` waits for it to print that, `members` collects its processes.

@@ -54,7 +54,10 @@ def weights_of_each_rank(device, several, tmp_path_factory):
         (folder / "common").symlink_to(ROOT / "common")
         (folder / "03_ddp_launch").mkdir()
         text = (ROOT / "03_ddp_launch/train.py").read_text()
-        every_rank = ("if args.out and is_main():", "args.out /= str(dist.get_rank())\n        if 1:")
+        every_rank = (
+            "if args.out and is_main():",
+            "args.out /= str(dist.get_rank())\n        if 1:",
+        )
         for before, after in ((old, new), every_rank):
             assert text.count(before) == 1
             text = text.replace(before, after)

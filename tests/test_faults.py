@@ -1,0 +1,146 @@
+"""A rank that falls, is killed or hangs, and a launcher that is stopped: all end, and soon."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from tests.running import ROOT
+from tests.running import family
+from tests.running import started
+from tools.stages import command
+from tools.stages import shown_command
+from tools.stages import stages
+from tools.stages import takes_processes
+
+LAUNCHED = [stage for stage in stages() if takes_processes(stage)]
+ENDLESS = ["--epochs", "100000"]
+
+
+@pytest.fixture(autouse=True)
+def two_processes(several):
+    if several < 2:
+        pytest.skip("a second process needs a second GPU")
+
+
+def alive(members):
+    """Return those of the processes that still run; a zombie does not."""
+    running = []
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def ports(members):
+    """Return the TCP ports on which the processes listen."""
+    found = set()
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {
+                connection.laddr.port
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    return found
+
+
+def assert_gone(members, listening, seconds):
+    """Wait for the processes to end; then nobody answers at their ports."""
+    end = time.monotonic() + seconds
+    while alive(members):
+        assert time.monotonic() < end, [process.cmdline() for process in alive(members)]
+        time.sleep(0.05)
+    for port in listening:
+        with socket.socket() as one:
+            assert one.connect_ex(("127.0.0.1", port)) != 0
+
+
+def ranks(child):
+    """Return the processes of the two ranks, rank 0 first: they alone use the process group."""
+    found = [p for p in child.members[1:] if "resource_tracker" not in " ".join(p.cmdline())]
+    assert len(found) == 2, [p.cmdline() for p in child.members]
+    return found
+
+
+@pytest.fixture
+def training(tmp_path, device):
+    """Return a function that starts a stage on two processes and waits until it trains."""
+    with contextlib.ExitStack() as stack:
+
+        def start(stage, *flags, root=ROOT):
+            arguments = [*command(stage, 2, root), *ENDLESS, "--device", device, *flags]
+            child = stack.enter_context(started(arguments, tmp_path))
+            child.wait_for("epoch 2: ")
+            return child
+
+        yield start
+
+
+@pytest.mark.parametrize("stage", LAUNCHED)
+def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path):
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    (tmp_path / stage).mkdir()
+    text = (ROOT / stage / "train.py").read_text()
+    old = "    dist.all_reduce(meter.sums)"
+    new = '    if epoch == 3 and dist.get_rank() == 1:\n        raise RuntimeError("rank 1 fell")\n'
+    assert text.count(old) == 1
+    (tmp_path / stage / "train.py").write_text(text.replace(old, new + old))
+    child = training(stage, root=tmp_path)
+    assert child.wait(30) == 1
+    screen = child.screen()
+    assert "RuntimeError: rank 1 fell" in screen
+    assert re.search(r"in train_one_epoch\n", screen)  # with the traceback of that rank
+    assert_gone(child.members, [], 5)
+
+
+@pytest.mark.parametrize("stage", LAUNCHED)
+def test_a_rank_that_is_killed_takes_the_run_down(stage, training):
+    child = training(stage)
+    ranks(child)[1].kill()
+    assert child.wait(30) == 1
+    assert re.search(
+        r"(process|Process) \S+ terminated with signal SIGKILL|SIGKILL", child.screen()
+    )
+    assert_gone(child.members, [], 5)
+
+
+@pytest.mark.parametrize("stage", LAUNCHED)
+def test_a_rank_that_hangs_is_noticed_after_the_timeout(stage, training):
+    child = training(stage, "--timeout", "5")
+    ranks(child)[1].suspend()
+    assert child.wait(5 + 35) == 1
+    assert re.search("[Tt]imed out|timeout", child.screen())
+    assert_gone(child.members, [], 5)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stage", LAUNCHED)
+def test_a_launcher_that_is_stopped_leaves_nothing(stage, stop, training):
+    child = training(stage)
+    listening = ports(child.members)
+    assert len(child.members) >= 3
+    os.kill(child.pid, stop)
+    assert child.wait(30) != 0
+    assert_gone(child.members, listening, 10)
+
+
+@pytest.mark.parametrize("stage", [s for s in LAUNCHED if shown_command(s).startswith("python")])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_parent_that_is_stopped_while_its_children_start(stage, stop, tmp_path, device):
+    """The children are still importing torch; they must not begin to train on their own."""
+    arguments = [*command(stage, 2), *ENDLESS, "--device", device]
+    with started(arguments, tmp_path) as child:
+        end = time.monotonic() + 60
+        while len(child.members) < 3:  # the parent, two children, and Python's resource tracker
+            assert time.monotonic() < end
+            child.members = family(child.pid)
+        os.kill(child.pid, stop)
+        assert child.wait(30) != 0
+        assert_gone(child.members, [], 15)
