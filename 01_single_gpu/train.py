@@ -6,11 +6,6 @@ python 01_single_gpu/train.py
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-from torch.utils.data import RandomSampler
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import checkpoint
@@ -19,6 +14,11 @@ from common import flags
 from common import meters
 from common import schedule
 from common.model import make_model
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import RandomSampler
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------

@@ -7,21 +7,21 @@ import gc
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import attached
+from common import checkpoint
+from common import data
+from common import flags
+from common import meters
+from common import schedule
+from common.model import make_model
+
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import parent
-from common import schedule
-from common.model import make_model
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def read_flags():
 def setup(args):
     """Prepare this process and return its device."""
     rank, processes, local_rank = flags.place(args, "RANK", "WORLD_SIZE", "LOCAL_RANK")  # [03]
-    parent.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
+    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [03] not RANK, which counts over all machines
     if device.type == "cuda":
         torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0

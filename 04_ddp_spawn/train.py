@@ -9,22 +9,22 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import attached
+from common import checkpoint
+from common import data
+from common import flags
+from common import meters
+from common import schedule
+from common.model import make_model
+
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import parent
-from common import schedule
-from common.model import make_model
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def read_flags():
 # ---- 2. processes ------------------------------------------------------------------------------
 def setup(args, rank, folder):
     """Prepare this process and return its device."""
-    parent.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
+    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, rank)  # [04] one machine: the rank is also the local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0

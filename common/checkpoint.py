@@ -6,9 +6,9 @@ import pickle
 import zipfile
 from pathlib import Path
 
-import torch
-
 from common.flags import stop
+
+import torch
 
 
 def write_atomically(path, write):

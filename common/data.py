@@ -7,14 +7,14 @@ the same on any number of processes and of loader workers, and two processes nev
 
 from contextlib import contextmanager
 
+from common.flags import stop
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torch.utils.data import default_collate
 from torchvision import datasets
 from torchvision.transforms import v2
-
-from common.flags import stop
 
 # Mean and standard deviation of each set's training images, per channel, on the scale 0 to 1.
 STATISTICS = {

@@ -10,10 +10,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 from common.checkpoint import load
 from common.checkpoint import read_metrics
+
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 BANNER = "# ---- "

@@ -1,11 +1,11 @@
 """The networks: a small one of our own, and torchvision's by name."""
 
+from common.flags import stop
+
 import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
-
-from common.flags import stop
 
 
 class Block(nn.Module):

@@ -1,10 +1,10 @@
 """The option --device, and runs that several tests look at."""
 
-import pytest
-import torch
-
 from tests.running import train
 from tools.stages import takes_processes
+
+import pytest
+import torch
 
 
 def pytest_addoption(parser):

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
-
 from tools.stages import ROOT
 from tools.stages import command
+
+import psutil
 
 ANSWER = 20  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")

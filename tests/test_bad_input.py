@@ -3,9 +3,6 @@
 import os
 import socket
 
-import pytest
-import torch
-
 from tests.running import ANSWER
 from tests.running import fork
 from tests.running import run
@@ -14,6 +11,9 @@ from tools.stages import command
 from tools.stages import shown_command
 from tools.stages import stages
 from tools.stages import takes_processes
+
+import pytest
+import torch
 
 STAGES = stages()
 ENV = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

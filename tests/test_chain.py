@@ -5,15 +5,15 @@ import difflib
 import importlib.util
 import re
 
-import pytest
-from torch.distributed.run import get_args_parser
-
 from common.lesson import HEAD
 from common.lesson import sections
 from tools.stages import ROOT
 from tools.stages import shown_command
 from tools.stages import stages
 from tools.stages import takes_processes
+
+import pytest
+from torch.distributed.run import get_args_parser
 
 STAGES = stages()
 STEPS = list(zip(STAGES, STAGES[1:], strict=False))

@@ -1,13 +1,13 @@
 """Every stage trains the same model to the same weights, on any number of processes."""
 
-import pytest
-
 from common.lesson import difference
 from tests.running import run
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import stages
 from tools.stages import takes_processes
+
+import pytest
 
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
