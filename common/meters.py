@@ -80,11 +80,9 @@ def progress(loader, title, meter, show=True):
         due = number == len(loader) or now - shown > (0.5 if watched else 10)
         if show and due:
             shown = now
-            times = (
-                f"data {1e3 * data_time / number:.1f} ms  batch {1e3 * batch_time / number:.1f} ms"
-            )
-            figures = f"{times}  {describe(meter.averages())}"
+            data_ms, batch_ms = 1e3 * data_time / number, 1e3 * batch_time / number
+            text = f"data {data_ms:.1f} ms  batch {batch_ms:.1f} ms  {describe(meter.averages())}"
             if watched:
-                bar.set_postfix_str(figures)
+                bar.set_postfix_str(text)
             else:
-                print(f"{title} {number}/{len(loader)}  {figures}", file=sys.stderr, flush=True)
+                print(f"{title} {number}/{len(loader)}  {text}", file=sys.stderr, flush=True)

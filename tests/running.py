@@ -39,7 +39,7 @@ def family(pid):
 
 
 @contextlib.contextmanager
-def started(arguments, folder, **variables):
+def started(arguments, folder, cwd=ROOT, **variables):
     """Start a command, its outputs going to `folder`/stdout and stderr; kill what is left of it.
 
     Yields the subprocess.Popen, with three more attributes: `screen()` is all that it printed so
@@ -49,7 +49,7 @@ def started(arguments, folder, **variables):
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         child = subprocess.Popen(
             arguments,
-            cwd=ROOT,
+            cwd=cwd,
             env=environment(**variables),
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -1,0 +1,215 @@
+"""The data sets, each in torchvision's own file format, read by torchvision's own classes."""
+
+import gzip
+import http.server
+import pickle
+import struct
+import threading
+from functools import partial
+
+from common import data
+from common import flags
+from tests.running import fork
+from tests.test_bad_input import ENV
+from tests.test_bad_input import free_port
+from tools.stages import ROOT
+from tools.stages import shown_command
+from tools.stages import stages
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+STATE = np.random.RandomState(0)
+
+
+def arguments(*words):
+    return flags.Flags("").parse_args(["--device", "cpu", *map(str, words)])
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """A CIFAR-10 and a CIFAR-100 of 40 training and 20 test images. Returns their folder."""
+    for kind, key, classes in ((datasets.CIFAR10, "labels", 10), (datasets.CIFAR100, "fine_labels", 100)):  # fmt: skip # noqa: E501
+        folder = tmp_path / kind.base_folder
+        folder.mkdir()
+        for name, number in (("train", 40), ("test", 20)):
+            labels = [i % classes for i in range(number)]
+            pixels = STATE.randint(256, size=(number, 3072), dtype=np.uint8)
+            (folder / name).write_bytes(pickle.dumps({"data": pixels, key: labels}))
+        meta = {kind.meta["key"]: [str(i) for i in range(classes)]}
+        (folder / kind.meta["filename"]).write_bytes(pickle.dumps(meta))
+        # The class checks its files by their MD5; ours are others.
+        monkeypatch.setattr(kind, "train_list", [["train", None]])
+        monkeypatch.setattr(kind, "test_list", [["test", None]])
+        monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": None})
+    return tmp_path
+
+
+def idx(array):
+    """Return an array of bytes in MNIST's idx format."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def fashion_files():
+    """Return {name: content} of a FashionMNIST of 120 training and 30 test images."""
+    files = {}
+    for name, number in (("train", 120), ("t10k", 30)):
+        images = STATE.randint(256, size=(number, 28, 28), dtype=np.uint8)
+        files[f"{name}-images-idx3-ubyte"] = idx(images)
+        files[f"{name}-labels-idx1-ubyte"] = idx(np.arange(number, dtype=np.uint8) % 10)
+    return files
+
+
+@pytest.fixture
+def folder_of_images(tmp_path):
+    """An image folder in ImageNet's layout: two classes, images of several sizes."""
+    for part, number in (("train", 12), ("val", 5)):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(number):
+                pixels = STATE.randint(256, size=(20 + i, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def test_digits_are_split_once_for_all():
+    train_set, val_set = data.load_data(arguments("--seed", 1))
+    assert (len(train_set), len(val_set), train_set.classes) == (1500, 297, 10)
+    again, _ = data.load_data(arguments("--seed", 2))
+    assert torch.equal(train_set.images, again.images)
+    images, labels = train_set.__getitems__(list(range(1500)))
+    assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.float32
+    assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3  # normalised once
+    assert labels.bincount().min() > 100
+    pixels = {tuple(image.flatten().tolist()) for image in train_set.images}
+    shared = sum(tuple(image.flatten().tolist()) in pixels for image in val_set.images)
+    assert shared == 0
+
+
+@pytest.mark.parametrize("name, classes", [("cifar10", 10), ("cifar100", 100)])
+def test_cifar(name, classes, cifar):
+    train_set, val_set = data.load_data(
+        arguments("--data", name, "--data-dir", cifar, "--batch-size", 10)
+    )
+    assert (len(train_set), len(val_set), train_set.classes) == (40, 20, classes)
+    assert train_set.images.dtype == torch.uint8 and train_set.images.shape == (40, 3, 32, 32)
+    images, labels = val_set.__getitems__([3, 0])
+    assert images.shape == (2, 3, 32, 32) and labels.tolist() == [3, 0]
+    mean, std = data.STATISTICS[name]
+    red = val_set.images[3, 0].float() / 255
+    assert torch.allclose(images[0, 0], (red - mean[0]) / std[0], atol=1e-6)
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
+    options = ("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
+    train_set, _ = data.load_data(arguments(*options))
+    images, _ = train_set.__getitems__(list(range(40)))
+    torch.rand(7)  # whatever is drawn in between
+    other_order, _ = train_set.__getitems__([5, 3])
+    assert torch.equal(other_order, images[[5, 3]])
+    before = torch.default_generator.get_state()
+    train_set.epoch = 1
+    next_epoch, _ = train_set.__getitems__(list(range(40)))
+    assert torch.equal(before, torch.default_generator.get_state())
+    assert sum(torch.equal(a, b) for a, b in zip(images, next_epoch, strict=True)) < 10
+    other_seed, _ = data.load_data(arguments(*options, "--seed", 1))[0].__getitems__(
+        list(range(40))
+    )
+    assert sum(torch.equal(a, b) for a, b in zip(images, other_seed, strict=True)) < 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_workers_change_nothing(cifar, workers):
+    args = arguments("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
+    args.workers = workers
+    train_set, _ = data.load_data(args)
+    train_set.epoch = 3
+    loader = torch.utils.data.DataLoader(train_set, batch_size=10, **data.loader_options(args))
+    images = torch.cat([batch for batch, _ in loader])
+    assert torch.equal(images, train_set.__getitems__(list(range(40)))[0])
+
+
+def test_fashionmnist_by_the_script(tmp_path, device):
+    raw = tmp_path / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for name, content in fashion_files().items():
+        (raw / name).write_bytes(content)
+    options = ["--data", "fashionmnist", "--data-dir", tmp_path, "--epochs", 1, "--device", device]
+    done = fork(ROOT / stages()[0] / "train.py", options, tmp_path / "run")()
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
+
+
+def test_image_folder_by_the_script(folder_of_images, tmp_path, device):
+    options = ["--data", "imagefolder", "--data-dir", folder_of_images, "--image-size", 32]
+    options += ["--epochs", 1, "--batch-size", 12, "--workers", 1, "--device", device]
+    done = fork(ROOT / stages()[0] / "train.py", options, tmp_path / "run")()
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
+
+
+def test_image_folder_is_cropped_at_random_but_reproducibly(folder_of_images):
+    options = ["--data", "imagefolder", "--data-dir", folder_of_images, "--image-size", 32]
+    train_set, val_set = data.load_data(arguments(*options, "--batch-size", 12))
+    assert (len(train_set), len(val_set), val_set.classes) == (24, 10, 2)
+    image, label = train_set[20]
+    assert image.shape == (3, 32, 32) and image.dtype == torch.float32 and label == 1
+    assert torch.equal(image, train_set[20][0])
+    train_set.epoch = 1
+    assert not torch.equal(image, train_set[20][0])
+
+
+def test_fake_images_have_the_size_and_number_asked_for():
+    options = ("--data", "fake", "--image-size", 16, "--images", 100)
+    train_set, val_set = data.load_data(arguments(*options))
+    assert train_set.images.shape == (100, 3, 16, 16) and len(val_set) == 20
+    assert train_set.images.unique().numel() == 256
+
+
+class Counter(http.server.SimpleHTTPRequestHandler):
+    """Serves files and notes the name of each that it is asked for."""
+
+    asked = []
+
+    def do_GET(self):
+        self.asked.append(self.path.rpartition("/")[2])
+        super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+def use_mirror(url):
+    """Have torchvision fetch FashionMNIST from `url`, without its check of the MD5."""
+    datasets.FashionMNIST.mirrors = [url]
+    datasets.FashionMNIST.resources = [(n, None) for n, _ in datasets.FashionMNIST.resources]
+
+
+@pytest.mark.parametrize("stage", [s for s in stages() if "torchrun" in shown_command(s)])
+def test_three_ranks_download_once(stage, tmp_path):
+    """The files come from a server on this machine, which counts what it is asked for."""
+    (tmp_path / "site").mkdir()
+    for name, content in fashion_files().items():
+        (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress(content))
+    handler = partial(Counter, directory=tmp_path / "site")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        prepare = partial(use_mirror, f"http://127.0.0.1:{server.server_port}/")
+        options = ["--data", "fashionmnist", "--data-dir", tmp_path / "data", "--download"]
+        options += ["--epochs", 1, "--device", "cpu"]
+        variables = {**ENV, "WORLD_SIZE": "3", "MASTER_PORT": free_port()}
+        ranks = [
+            fork(ROOT / stage / "train.py", options, tmp_path / str(rank), prepare=prepare,
+                 **{**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(3)
+        ]  # fmt: skip
+        done = [finish() for finish in ranks]
+        server.shutdown()
+    assert [one.returncode for one in done] == [0, 0, 0], done
+    assert "3 processes on gloo" in done[0].stdout and not done[1].stdout
+    # torchvision asks twice for a file it downloads once: first it looks where the address leads.
+    assert Counter.asked.count("train-images-idx3-ubyte.gz") == 2
+    assert sorted(Counter.asked) == sorted(2 * [f"{name}.gz" for name in fashion_files()])
