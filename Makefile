@@ -1,0 +1,49 @@
+# The two commands of the README are `make demo` and `make test`; `make help` lists the others.
+
+PYTHON ?= python3
+PY = .venv/bin/python
+INSTALLED = .venv/installed
+
+.PHONY: help demo test check notebooks diff propagate exits
+
+help:
+	@echo "make demo             train every stage and compare them in a table"
+	@echo "make test             run the whole test suite (ARGS=... is passed to pytest)"
+	@echo "make check            lint, format and fast tests: seconds"
+	@echo "make notebooks        run the notebooks again and store their outputs"
+	@echo "make diff A=03 B=04   what a stage changes"
+	@echo "make propagate        carry an edit of a stage's script down the chain"
+	@echo "make exits            start each launched stage 100 times, count the failures"
+
+# A virtual environment in this folder; made once, and again when requirements.txt changes.
+$(INSTALLED): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or later is needed; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "Python's venv is missing; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+demo: $(INSTALLED)
+	$(PY) tools/demo.py
+
+test: $(INSTALLED)
+	$(PY) -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest -q tests/test_chain.py tests/test_tools.py tests/test_notebooks.py -m "not nbval"
+
+notebooks: $(INSTALLED)
+	$(PY) tools/notebooks.py $(NOTEBOOKS)
+
+diff:
+	@diff -u --color=auto $(A)_*/train.py $(B)_*/train.py; test $$? -lt 2
+
+propagate: $(INSTALLED)
+	@$(PY) tools/propagate.py
+
+exits: $(INSTALLED)
+	$(PY) -m pytest -m long tests/test_exits.py -s

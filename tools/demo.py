@@ -1,0 +1,73 @@
+"""Train every stage on the default data set and compare them in one table.
+
+python tools/demo.py [STAGE ...]
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.lesson import difference
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import shown_command
+from tools.stages import stages
+from tools.stages import takes_processes
+
+import torch
+
+COLUMNS = "{:<20} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
+TITLES = (
+    "stage", "launch", "processes", "device", "train loss", "val loss", "acc@1", "images/s", "vs 01"
+)  # fmt: skip
+
+
+def launcher(stage):
+    """Return how a stage's processes are started."""
+    program = shown_command(stage).split()[0]
+    return "spawn" if program == "python" and takes_processes(stage) else program
+
+
+def train(stage, processes, out, *flags):
+    """Run a stage by its own command and return the rows of its metrics.jsonl."""
+    subprocess.run([*command(stage, processes), *flags, "--out", str(out)], cwd=ROOT, check=True)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def main():
+    names = [stage for stage in stages() if not sys.argv[1:] or stage in sys.argv[1:]]
+    if set(sys.argv[1:]) - set(names):
+        sys.stderr.write(f"demo.py: error: the stages are {' '.join(stages())}\n")
+        return 2
+    gpus = torch.cuda.device_count()
+    device = "cuda" if gpus else "cpu"
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in ["01_single_gpu", *(name for name in names if name != "01_single_gpu")]:
+            processes = min(2, gpus or 2) if takes_processes(stage) else 1
+            print(f"\n{stage}: {shown_command(stage)}", flush=True)
+            rows = train(stage, processes, Path(folder, stage))
+            exact = Path(folder, f"{stage}-float64")
+            train(stage, processes, exact, "--dtype", "float64", "--epochs", "1")
+            distance = difference(Path(folder, "01_single_gpu-float64/last.pt"), exact / "last.pt")
+            last = rows[-1]
+            speed = last["train"]["images"] / last["train"]["seconds"]
+            figures = [f"{last['train']['loss']:.3f}", f"{last['val']['loss']:.3f}"]
+            figures += [f"{last['val']['acc1']:.2f}", f"{speed:.0f}", f"{distance:.1e}"]
+            table.append((stage, launcher(stage), processes, device, *figures))
+    print("\n" + COLUMNS.format(*TITLES))
+    for row in table:
+        print(COLUMNS.format(*row))
+    print(
+        "\nvs 01: the largest absolute difference between the stage's weights and those of stage 01"
+        "\nafter an epoch in float64. images/s: training, last epoch, this machine; no benchmark."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
