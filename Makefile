@@ -34,7 +34,7 @@ test: $(INSTALLED)
 check: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -q tests/test_chain.py tests/test_tools.py tests/test_notebooks.py -m "not nbval"
+	$(PY) -m pytest -q tests/test_chain.py tests/test_tools.py tests/test_notebooks.py -m "not slow and not long"
 
 notebooks: $(INSTALLED)
 	$(PY) tools/notebooks.py $(NOTEBOOKS)

@@ -20,12 +20,12 @@ BANNER = "# ---- "
 HEAD = "docstring and imports"
 
 
-def launch(arguments, fails=False, seconds=120, **variables):
+def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
     """Run `python ARGUMENTS` from the repository's folder and print what it prints.
 
     arguments: a list of strings; variables: put into the environment (None takes one out). Standard
-    error, where the progress goes, is not printed. Returns the subprocess.CompletedProcess, with
-    both outputs as text.
+    error, where the progress goes, is not printed, and with `quiet` nothing is. Returns the
+    subprocess.CompletedProcess, with both outputs as text.
 
     Raises CalledProcessError if the child fails, or with `fails=True` if it does not. It is killed
     after `seconds`. Whatever ends this call ends the child and the processes it started.
@@ -47,7 +47,8 @@ def launch(arguments, fails=False, seconds=120, **variables):
         lines = []
         try:
             for line in child.stdout:
-                print(line, end="", flush=True)
+                if not quiet:
+                    print(line, end="", flush=True)
                 lines.append(line)
             child.wait()
         finally:
@@ -106,6 +107,16 @@ def difference(one, other):
     if one.keys() != other.keys():
         raise ValueError(f"different names: {sorted(one.keys() ^ other.keys())}")
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def check(exercise):
+    """Run a function that asserts what an exercise asks for, and say whether it is solved."""
+    try:
+        exercise()
+    except Exception as error:  # whatever a half-written answer raises
+        print(f"Not solved yet: {type(error).__name__}. {str(error).partition(chr(10))[0]}".strip())
+    else:
+        print("Solved.")
 
 
 def draw_curves(runs):

@@ -5,7 +5,6 @@ from common.flags import stop
 import torch
 import torchvision
 from torch import nn
-from torch.nn import functional as F
 
 
 class Block(nn.Module):
@@ -17,13 +16,14 @@ class Block(nn.Module):
         self.norm1 = nn.GroupNorm(8, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = nn.GroupNorm(8, outputs)
+        self.activation = nn.SiLU()
         self.shortcut = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x):
-        y = F.silu(self.norm1(self.conv1(x)))
-        return F.silu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        y = self.activation(self.norm1(self.conv1(x)))
+        return self.activation(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class SmallResNet(nn.Sequential):

@@ -12,7 +12,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: takes minutes; deselected unless -m long is given")
+    config.addinivalue_line("markers", "slow: runs notebooks; `make check` leaves these out")
+    config.addinivalue_line("markers", "long: takes half an hour; only `make exits` runs it")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
 

@@ -1,0 +1,179 @@
+"""The notebooks run, alone and in a clean copy, and show the files as they are."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+from common import lesson
+from tests.running import ROOT
+from tests.solutions import SOLUTIONS
+from tools import notebooks
+from tools.stages import stages
+
+import nbformat
+import pytest
+
+STAGES = stages()
+HEADINGS = ["The idea", "What changed", "Run it", "Prove it", "Break it", "Your turn", "Where next"]
+FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
+
+
+def path(stage):
+    return ROOT / stage / f"{stage}.ipynb"
+
+
+def book(stage):
+    return nbformat.read(path(stage), as_version=4)
+
+
+def code_cells(stage):
+    return [cell for cell in book(stage).cells if cell.cell_type == "code"]
+
+
+def printed(cell):
+    text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+    return re.sub(r"\x1b\[\d+m", "", text)
+
+
+@pytest.fixture
+def clean_copy(tmp_path):
+    """A copy of the files that git knows or would add, and nothing else."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    copy = tmp_path / "copy"
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def files(folder):
+    """Return the files below a folder, but for Python's caches."""
+    return {p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+
+
+def nbval(notebook):
+    """Run nbval on a notebook, comparing its outputs with the stored ones."""
+    options = [
+        "--nbval",
+        "--nbval-current-env",
+        "--nbval-cell-timeout=120",
+        "-p",
+        "no:cacheprovider",
+    ]
+    sanitize = ["--nbval-sanitize-with", str(ROOT / "tests/sanitize.cfg"), "-o", "addopts="]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options, *sanitize, str(notebook)],
+        cwd=notebook.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_stage_has_one_notebook():
+    assert len(STAGES) >= 4
+    assert notebooks.notebooks() == [path(stage) for stage in STAGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_notebook_runs_alone_in_a_clean_copy(stage, clean_copy):
+    before = files(clean_copy)
+    done = nbval(clean_copy / stage / f"{stage}.ipynb")
+    cells = len(code_cells(stage))
+    assert re.search(rf"^{cells} passed", done.stdout, re.MULTILINE), done.stdout[-5000:]
+    assert files(clean_copy) == before
+
+
+@pytest.mark.slow
+def test_a_failing_child_fails_its_cell(tmp_path):
+    source = "import sys; sys.path.insert(0, ROOT)\nfrom common import lesson\n"
+    source = (
+        source.replace("ROOT", repr(str(ROOT))) + "lesson.launch(['-c', 'raise SystemExit(1)'])"
+    )
+    cell = nbformat.v4.new_code_cell(source, execution_count=1)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "fails.ipynb")
+    done = nbval(tmp_path / "fails.ipynb")
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout and "CalledProcessError" in done.stdout
+
+
+@pytest.mark.slow
+def test_rebuilding_changes_nothing(clean_copy):
+    """Two runs of one notebook, with processes and plots in it, give two equal files."""
+    notebook = clean_copy / "02_dataparallel/02_dataparallel.ipynb"
+    contents = []
+    for _ in range(2):
+        rebuild = [sys.executable, clean_copy / "tools/notebooks.py", notebook]
+        subprocess.run(rebuild, check=True, capture_output=True)
+        contents.append(notebook.read_text())
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
+    """Run from top to bottom, without timestamps, widgets or what a machine adds."""
+    again = tmp_path / "again.ipynb"
+    notebooks.write(book(stage), again)
+    assert again.read_text() == path(stage).read_text()
+    cells = code_cells(stage)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert kinds <= {"text/plain", "image/png"}
+    assert not re.search(r"\b(19|20)\d\d-\d\d-\d\d|\d\d:\d\d:\d\d", path(stage).read_text())
+    # A cell that shells out passes every notebook test when its command fails.
+    sources = "\n".join(cell.source for cell in cells)
+    assert not re.search(r"^\s*[!%]|= ?!|get_ipython|;\s*$", sources, re.MULTILINE)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_sections_stand_in_order(stage):
+    text = "\n".join(cell.source for cell in book(stage).cells if cell.cell_type == "markdown")
+    assert re.match(rf"# {stage[:2]} · ", text)
+    assert "**The problem.**" in text
+    found = re.findall(r"^## (.*)", text, re.MULTILINE)
+    wanted = FIRST_HEADINGS if stage == STAGES[0] else HEADINGS
+    assert [heading for heading in found if heading in wanted] == wanted
+
+
+@pytest.mark.parametrize("before, after", list(zip(STAGES, STAGES[1:], strict=False)))
+def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
+    """Every section that differs is shown, as it is in the files now."""
+    shown = [printed(cell) for cell in code_cells(after) if "show_diff" in cell.source]
+    sections = lesson.sections(after)
+    wanted = [lesson.diff(before, after, section) for section in sections]
+    wanted = ["".join(f"{line}\n" for line in lines) for lines in wanted if lines]
+    if after == "02_dataparallel":  # its first lines differ in title and command alone
+        wanted = wanted[1:]
+    assert wanted
+    assert shown == wanted
+
+
+def test_the_first_notebook_shows_its_whole_script():
+    shown = [printed(cell) for cell in code_cells(STAGES[0]) if "lesson.show(" in cell.source]
+    wanted = ["\n".join(lines).strip() + "\n" for lines in lesson.sections(STAGES[0]).values()]
+    assert shown == wanted
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exercise_is_solved_by_its_solution_only(stage, capfd):
+    cells = code_cells(stage)
+    tags = [cell.metadata.get("tags") for cell in cells]
+    exercises = [n for n, tag in enumerate(tags) if tag == ["exercise"]]
+    assert 2 <= len(exercises) <= 3
+    assert len(exercises) == len(SOLUTIONS[stage])
+    imports = [line for line in cells[0].source.splitlines() if re.match("import|from", line)]
+    for n, solution in zip(exercises, SOLUTIONS[stage], strict=True):
+        assert tags[n + 1] == ["check"]
+        for source, verdict in ((cells[n].source, "Not solved yet"), (solution, "Solved.")):
+            names = {}
+            exec("\n".join(["from torch import nn", *imports]), names)
+            exec(source, names)
+            exec(cells[n + 1].source, names)
+            assert capfd.readouterr().out.splitlines()[-1].startswith(verdict), source
