@@ -132,7 +132,7 @@ def run(args):
     scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
     wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
-    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03]
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
         val = evaluate(args, wrapped, val_loader)

@@ -79,18 +79,22 @@ def sections(stage):
             parts[title] = []
         else:
             parts[title].append(line)
-    return parts
+    return {title: "\n".join(lines).strip("\n").split("\n") for title, lines in parts.items()}
 
 
 def show(stage, section):
     """Print one section of a stage's script."""
-    print("\n".join(sections(stage)[section]).strip())
+    print("\n".join(sections(stage)[section]))
 
 
 def diff(before, after, section):
-    """Return the lines of a unified diff of one section of two stages' scripts, 2 of context."""
+    """Return the lines of a unified diff of one section of two stages' scripts.
+
+    It has two lines of context, and no line numbers: those would count from the section's start.
+    """
     old, new = sections(before)[section], sections(after)[section]
-    return list(difflib.unified_diff(old, new, n=2, lineterm=""))[2:]
+    lines = list(difflib.unified_diff(old, new, n=2, lineterm=""))[2:]
+    return ["@@" if line.startswith("@@") else line for line in lines]
 
 
 def show_diff(before, after, section):

@@ -157,7 +157,7 @@ def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
 
 def test_the_first_notebook_shows_its_whole_script():
     shown = [printed(cell) for cell in code_cells(STAGES[0]) if "lesson.show(" in cell.source]
-    wanted = ["\n".join(lines).strip() + "\n" for lines in lesson.sections(STAGES[0]).values()]
+    wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(STAGES[0]).values()]
     assert shown == wanted
 
 
