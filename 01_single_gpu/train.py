@@ -51,14 +51,15 @@ def log(text):
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     train_set, val_set = data.load_data(args)
+    batch_size = args.batch_size
     train_loader = DataLoader(
         train_set,
-        batch_size=args.batch_size,
+        batch_size=batch_size,
         sampler=RandomSampler(train_set, generator=torch.Generator()),
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
     return train_loader, val_loader
 
 

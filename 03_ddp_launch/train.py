@@ -36,10 +36,10 @@ def read_flags():
 
 
 # ---- 2. processes ------------------------------------------------------------------------------
-@flags.explain("MASTER_ADDR and MASTER_PORT", ValueError, dist.DistError)  # [03] a taken port, say
+@flags.explain("MASTER_ADDR, MASTER_PORT", ValueError, dist.DistNetworkError)  # [03] port in use
 def setup(args):
     """Prepare this process and return its device."""
-    rank, processes, local_rank = flags.place(args, "RANK", "WORLD_SIZE", "LOCAL_RANK")  # [03]
+    *_, local_rank = flags.place(args, "RANK", "WORLD_SIZE", "LOCAL_RANK")  # [03] set by torchrun
     attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [03] not RANK, which counts over all machines
     if device.type == "cuda":
@@ -71,14 +71,15 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main():
         dist.barrier()
+    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
     train_loader = DataLoader(
         train_set,
-        batch_size=args.batch_size // dist.get_world_size(),  # [03] the process's share
+        batch_size=batch_size,
         sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
     return train_loader, val_loader
 
 
@@ -135,7 +136,7 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
-        val = evaluate(args, wrapped, val_loader)
+        val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
         if args.out and is_main():
             checkpoint.record(args.out, epoch, train, val, model.state_dict())

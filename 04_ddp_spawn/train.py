@@ -5,6 +5,7 @@ python 04_ddp_spawn/train.py --nproc=2
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,14 +80,15 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main():
         dist.barrier()
+    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
     train_loader = DataLoader(
         train_set,
-        batch_size=args.batch_size // dist.get_world_size(),  # [03] the process's share
+        batch_size=batch_size,
         sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
         drop_last=True,  # a last batch of three images would weigh as much as one of sixty
         **data.loader_options(args),
     )
-    val_loader = DataLoader(val_set, batch_size=args.batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
     return train_loader, val_loader
 
 
@@ -143,7 +145,7 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
-        val = evaluate(args, wrapped, val_loader)
+        val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
         if args.out and is_main():
             checkpoint.record(args.out, epoch, train, val, model.state_dict())
@@ -159,6 +161,7 @@ def worker(rank, args, folder):
 
 def main():
     args = read_flags()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # [04] end as Ctrl-C does, tidily
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
     with TemporaryDirectory() as folder:
         context = mp.spawn(worker, (args, folder), args.nproc, join=False)
@@ -166,7 +169,7 @@ def main():
             while not context.join():  # [04] raises what a process raised, with its traceback
                 pass
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            sys.exit(str(error))
+            sys.exit(2 if getattr(error, "exit_code", 1) == 2 else str(error))
         finally:
             for process in context.processes:
                 process.kill()  # [04] otherwise Ctrl-C waits for them for ever

@@ -18,10 +18,13 @@ def die_with_parent():
     """Have the kernel kill this process (SIGKILL) when its parent dies; on Linux only.
 
     A parent that is killed has no chance to stop its children. See prctl(2). If the parent has died
-    already, this process ends with exit code 1.
+    since this module was imported, this process ends with exit code 1. A process that was started
+    by hand, in a shell, is left alone: its shell may end first.
     """
+    starter = multiprocessing.parent_process()  # None, unless Python's multiprocessing started it
+    if starter is None and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    starter = multiprocessing.parent_process()  # None, unless Python's multiprocessing started it
     if os.getppid() != PARENT or (starter is not None and not starter.is_alive()):
         sys.exit(1)

@@ -57,10 +57,15 @@ def load_weights(model, path):
     A file that cannot be read, or holds another model's weights, ends the program with one line.
     """
     try:
-        model.load_state_dict(load(path))
+        weights = load(path)
+        model.load_state_dict(weights)
     except ValueError as error:
         stop(f"--evaluate: {error}")
     except (RuntimeError, TypeError, AttributeError):
+        if any(str(name).startswith("module.") for name in weights):
+            stop(
+                f"--evaluate: {path} was saved from a wrapped model: its names begin with 'module.'"
+            )
         stop(f"--evaluate: {path} holds the weights of another model; check --arch and --data")
 
 

@@ -53,8 +53,9 @@ def nth_device(args, n):
 def share(args, parts):
     """Stop unless `parts` equal parts make up the global batch."""
     if args.batch_size % parts:
+        fits = max(1, round(args.batch_size / parts)) * parts
         stop(f"--batch-size {args.batch_size}: it counts the images of all processes together, and"
-             f" {parts} processes cannot share it equally")  # fmt: skip
+             f" {parts} processes cannot share it equally; {fits} they can")  # fmt: skip
 
 
 def place(args, index, count, local_index):

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from common.checkpoint import load
 from common.checkpoint import read_metrics
 
 import matplotlib.pyplot as plt
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 BANNER = "# ---- "
@@ -23,9 +23,9 @@ HEAD = "docstring and imports"
 def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
     """Run `python ARGUMENTS` from the repository's folder and print what it prints.
 
-    arguments: a list of strings; variables: put into the environment (None takes one out). Standard
-    error, where the progress goes, is not printed, and with `quiet` nothing is. Returns the
-    subprocess.CompletedProcess, with both outputs as text.
+    arguments: a list of strings; variables: put into the environment (None takes one out), besides
+    OMP_NUM_THREADS=1. Standard error, where the progress goes, is not printed, and with `quiet`
+    nothing is. Returns the subprocess.CompletedProcess, with both outputs as text.
 
     Raises CalledProcessError if the child fails, or with `fails=True` if it does not. It is killed
     after `seconds`. Whatever ends this call ends the child and the processes it started.
@@ -42,7 +42,7 @@ def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
             text=True,
             start_new_session=True,
         )
-        alarm = threading.Timer(seconds, stop_group, [child])
+        alarm = threading.Timer(seconds, stop_family, [child])
         alarm.start()
         lines = []
         try:
@@ -53,7 +53,7 @@ def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
             child.wait()
         finally:
             alarm.cancel()
-            stop_group(child)
+            stop_family(child)
         errors.seek(0)
         output, progress = "".join(lines), errors.read()
     done = subprocess.CompletedProcess(arguments, child.returncode, output, progress)
@@ -63,10 +63,13 @@ def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
     return done
 
 
-def stop_group(child):
-    """Kill a child that `launch` started, and all of its process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+def stop_family(child):
+    """Kill a child that `launch` started, with all that descends from it."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(child.pid)
+        for member in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
     child.wait()
 
 

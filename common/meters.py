@@ -45,7 +45,7 @@ class Meter:
 
     def averages(self):
         """Return the mean loss, acc@1 and acc@5 in per cent, the images and the seconds it took."""
-        loss, top1, top5, images = self.sums.tolist()  # the one synchronisation
+        loss, top1, top5, images = self.sums.tolist()  # waits for the device
         return {
             "loss": loss / images,
             "acc1": 100 * top1 / images,

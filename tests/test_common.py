@@ -154,6 +154,14 @@ def test_evaluate_only_evaluates(trained, tmp_path, device):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_prefix_of_a_wrapper_is_named(tmp_path):
+    checkpoint.save({"module.weight": torch.zeros(3, 2)}, tmp_path / "wrapped.pt")
+    options = ["--evaluate", tmp_path / "wrapped.pt", "--device", "cpu"]
+    done = fork(ROOT / "01_single_gpu/train.py", options, tmp_path / "x")()
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "begin with 'module.'" in done.stderr
+
+
 def record(folder, epoch, acc1):
     averages = {"loss": 1.0, "acc1": acc1}
     checkpoint.record(folder, epoch, averages, averages, {"w": torch.full((2,), float(epoch))})

@@ -1,7 +1,11 @@
 """Every stage trains the same model to the same weights, on any number of processes."""
 
+import sys
+
 from common.lesson import difference
 from tests.running import run
+from tests.running import started
+from tests.test_bad_input import free_port
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import stages
@@ -31,6 +35,27 @@ def test_any_number_of_processes_equals_one_gpu(trained, device, launched, proce
     done = trained(launched, processes, *DOUBLE)
     assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
     assert_same(trained("01_single_gpu", 1, *DOUBLE), done)
+
+
+def test_two_launchers_as_on_two_machines(trained, several, device, tmp_path):
+    """Two torchruns that meet at one address, as notebook 03 shows for two machines."""
+    if several < 2:
+        pytest.skip("a second process needs a second GPU")
+    if device == "cuda":
+        pytest.skip("both launchers of one machine would take its first GPU")
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    meeting += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair"]
+    script = str(ROOT / "03_ddp_launch/train.py")
+    flags = [*DOUBLE, "--device", device, "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, script, *flags]
+    (tmp_path / "second").mkdir()
+    with started(command, tmp_path / "second") as second:
+        first = run(command, tmp_path)
+        assert second.wait(60) == 0, second.screen()
+    assert first.returncode == 0, first.stderr
+    assert "2 processes on gloo" in first.stdout + second.screen()
+    reference = trained("01_single_gpu", 1, *DOUBLE).weights
+    assert difference(tmp_path / "out/last.pt", reference) <= 1e-10
 
 
 @pytest.mark.parametrize("stage", stages())
