@@ -62,10 +62,8 @@ def load_weights(model, path):
     except ValueError as error:
         stop(f"--evaluate: {error}")
     except (RuntimeError, TypeError, AttributeError):
-        if any(str(name).startswith("module.") for name in weights):
-            stop(
-                f"--evaluate: {path} was saved from a wrapped model: its names begin with 'module.'"
-            )
+        if isinstance(weights, dict) and str(next(iter(weights), "")).startswith("module."):
+            stop(f"--evaluate: {path} is of a wrapped model: its names begin with 'module.'")
         stop(f"--evaluate: {path} holds the weights of another model; check --arch and --data")
 
 
