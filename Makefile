@@ -9,7 +9,7 @@ INSTALLED = .venv/installed
 help:
 	@echo "make demo             train every stage and compare them in a table"
 	@echo "make test             run the whole test suite (ARGS=... is passed to pytest)"
-	@echo "make check            lint, format and fast tests: seconds"
+	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks again and store their outputs"
 	@echo "make diff A=03 B=04   what a stage changes"
 	@echo "make propagate        carry an edit of a stage's script down the chain"

@@ -134,7 +134,7 @@ def test_a_port_in_use(stage, tmp_path):
 def test_a_batch_that_the_processes_cannot_share(stage, tmp_path):
     """Launched as shown: torchrun ends with its own code 1 and its report stands below our line."""
     flags = ["--batch-size", "61", "--device", "cpu"]
-    done = run([*command(stage, 2), *flags], tmp_path)
+    done = run([*command(stage, 2), *flags], tmp_path, seconds=ANSWER)
     ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(set(ours)) == 1
     assert "--batch-size 61" in ours[0]
@@ -145,7 +145,7 @@ def test_a_batch_that_the_processes_cannot_share(stage, tmp_path):
 @pytest.mark.parametrize("stage", LAUNCHED)
 def test_a_fault_that_only_the_ranks_can_see(stage, files, tmp_path):
     flags = ["--data", "cifar10", "--data-dir", str(files), "--device", "cpu"]
-    done = run([*command(stage, 2), *flags], tmp_path)
+    done = run([*command(stage, 2), *flags], tmp_path, seconds=ANSWER)
     ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(ours) == 1  # rank 0 goes first, so it alone reports it
     assert "--data cifar10" in ours[0]
