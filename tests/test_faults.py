@@ -19,6 +19,7 @@ import pytest
 
 LAUNCHED = [stage for stage in stages() if takes_processes(stage)]
 ENDLESS = ["--epochs", "100000"]
+GRACE = 30 + 10  # torchrun gives its ranks 30 seconds to end before it kills them
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_a_launcher_that_is_stopped_leaves_nothing(stage, stop, training):
     child = training(stage)
     listening = ports(child.members)
     os.kill(child.pid, stop)
-    assert child.wait(30) != 0
+    assert child.wait(GRACE) != 0
     assert_gone(child.members, listening, 10)
 
 
@@ -147,7 +148,7 @@ def test_a_parent_that_is_stopped_removes_its_folder(stop, training, tmp_path, m
     child = training("04_ddp_spawn")
     assert list((tmp_path / "tmp").glob("*/rendezvous"))
     os.kill(child.pid, stop)
-    child.wait(30)
+    child.wait(GRACE)
     assert not list((tmp_path / "tmp").glob("*/rendezvous"))
 
 
@@ -163,5 +164,5 @@ def test_a_launcher_that_is_stopped_while_its_ranks_start(stage, stop, tmp_path,
             child.members = family(child.pid)
         time.sleep(1)
         os.kill(child.pid, stop)
-        assert child.wait(30) != 0
+        assert child.wait(GRACE) != 0
         assert_gone(child.members, [], 15)
