@@ -151,14 +151,6 @@ def run(args):
             checkpoint.record(args.out, epoch, train, val, model.state_dict())
 
 
-def worker(rank, args, folder):
-    """Be one of the processes."""
-    args.device = setup(args, rank, folder)  # [04] the rank is given, no variable is read
-    run(args)
-    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
-    dist.destroy_process_group()
-
-
 def main():
     args = read_flags()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # [04] end as Ctrl-C does, tidily
@@ -173,6 +165,14 @@ def main():
         finally:
             for process in context.processes:
                 process.kill()  # [04] otherwise Ctrl-C waits for them for ever
+
+
+def worker(rank, args, folder):
+    """Be one of the processes."""
+    args.device = setup(args, rank, folder)  # [04] the rank is given, no variable is read
+    run(args)
+    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

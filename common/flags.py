@@ -69,8 +69,8 @@ def place(args, index, count, local_index):
     values = {name: os.environ.get(name, "") for name in (index, count, local_index)}
     for name, value in values.items():
         if not value.isdecimal():
-            command = sys.modules["__main__"].__doc__.strip().splitlines()[-1]
-            stop(f"{name} is {value or 'not set'}: a launcher sets it; start with: {command}")
+            commands = " or ".join(sys.modules["__main__"].__doc__.strip().splitlines()[2:])
+            stop(f"{name} is {value or 'not set'}: a launcher sets it; start with: {commands}")
     number, numbers, local_number = (int(value) for value in values.values())
     if not local_number <= number < numbers:
         stripped = " ".join(f"{name}={value}" for name, value in values.items())
@@ -105,6 +105,16 @@ def new_folder(text):
         raise argparse.ArgumentTypeError(f"{existing} is a file, not a folder")
     if not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"{existing} is not writable")
+    return path
+
+
+def new_file(text):
+    """Argparse type: a file that can be made, or written anew. It is not made yet."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path.parent} is no folder that is there and writable")
     return path
 
 

@@ -45,14 +45,17 @@ def several(device):
 
 @pytest.fixture(scope="session")
 def trained(device, tmp_path_factory):
-    """Return a function that trains a stage, once per session for the same arguments."""
+    """Return a function that trains a stage, once per session for the same arguments.
+
+    how: `train`, by the stage's own command, or `train_in_forks`.
+    """
     done = {}
 
-    def get(stage, processes=1, *flags):
-        key = (stage, processes, flags)
+    def get(stage, processes=1, *flags, how=train):
+        key = (stage, processes, flags, how)
         if key not in done:
             folder = tmp_path_factory.mktemp(f"{stage}-{processes}-")
-            done[key] = train(stage, processes, [*flags, "--device", device], folder)
+            done[key] = how(stage, processes, [*flags, "--device", device], folder)
         return done[key]
 
     return get

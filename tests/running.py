@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tools.stages import ROOT
 from tools.stages import command
 
 import psutil
+import torch
 
 ANSWER = 20  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
@@ -25,8 +27,16 @@ forkserver.set_forkserver_preload(["torch", "torchvision", "sklearn.datasets"])
 
 def environment(**variables):
     """Return the environment of a run: no launcher's variables, one thread per process."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launchers = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|SLURM_(?!CONF)")
+    ours = {k: v for k, v in os.environ.items() if not launchers.match(k)}
     return {**ours, "OMP_NUM_THREADS": "1", **variables}
+
+
+def free_port():
+    """Return a TCP port of this machine that nobody listens at, as text."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 def family(pid):
@@ -93,6 +103,11 @@ def train(stage, processes, flags, folder, **options):
     """Run a stage by the command it shows, with --out; return `run`'s answer, rows and weights."""
     out = Path(folder) / "out"
     done = run([*command(stage, processes), *flags, "--out", str(out)], folder, **options)
+    return with_results(done, out)
+
+
+def with_results(done, out):
+    """Add to the answer of a run what it wrote into its folder `out`: rows and weights."""
     assert done.returncode == 0, done.stdout + done.stderr
     done.rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     done.weights = out / "last.pt"
@@ -107,6 +122,7 @@ def in_fork(script, arguments, folder, variables, prepare):
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     os.environ.clear()
     os.environ.update(environment(**variables))
+    torch.set_num_threads(1)  # the fork server read its environment before OMP_NUM_THREADS was set
     if prepare:
         prepare()
     sys.argv = [str(script), *map(str, arguments)]
@@ -138,3 +154,27 @@ def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
         )
 
     return finish
+
+
+def fork_ranks(stage, processes, flags, folder, **options):
+    """Start a stage that reads a launcher's variables: so many forks, with the variables set.
+
+    Returns the functions that wait for their ends, rank 0 first.
+    """
+    variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = free_port()
+    ends = []
+    for rank in map(str, range(processes)):
+        place = {**variables, "RANK": rank, "LOCAL_RANK": rank, **options}
+        ends.append(fork(ROOT / stage / "train.py", flags, Path(folder) / rank, **place))
+    return ends
+
+
+def train_in_forks(stage, processes, flags, folder):
+    """Do as `train` does, in forks instead of by the stage's command, which saves the imports."""
+    out = Path(folder) / "out"
+    ends = fork_ranks(stage, processes, [*flags, "--out", str(out)], folder)
+    done = [end() for end in ends]
+    assert [one.returncode for one in done] == [0] * processes, done
+    assert not any(one.stdout for one in done[1:])
+    return with_results(done[0], out)

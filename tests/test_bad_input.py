@@ -5,10 +5,11 @@ import socket
 
 from tests.running import ANSWER
 from tests.running import fork
+from tests.running import free_port
 from tests.running import run
 from tools.stages import ROOT
 from tools.stages import command
-from tools.stages import shown_command
+from tools.stages import launcher
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -61,12 +62,6 @@ def assert_one_line(done, named, code=2):
     assert named in lines[0]
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_line_and_code_2(stage, what, files, tmp_path, device):
@@ -96,7 +91,7 @@ def test_cuda_without_a_gpu(stage, tmp_path):
 
 
 LAUNCHED = [stage for stage in STAGES if takes_processes(stage)]
-BY_VARIABLES = [stage for stage in LAUNCHED if "torchrun" in shown_command(stage)]
+BY_VARIABLES = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
 
 
 @pytest.mark.parametrize("stage", BY_VARIABLES)

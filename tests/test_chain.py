@@ -1,14 +1,15 @@
 """The stages form a chain: each script is a small patch on the one before it."""
 
 import ast
-import difflib
 import importlib.util
 import re
+import subprocess
 
 from common.lesson import HEAD
 from common.lesson import sections
 from tools.stages import ROOT
-from tools.stages import shown_command
+from tools.stages import launcher
+from tools.stages import shown_commands
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -35,9 +36,11 @@ def text(stage):
 
 
 def changed(old, new, context=0):
-    """Return the unified diff of two stages' scripts, without its two lines of file names."""
-    old, new = text(old).splitlines(), text(new).splitlines()
-    return list(difflib.unified_diff(old, new, n=context, lineterm=""))[2:]
+    """Return what `diff -u` says of two stages' scripts, without its two lines of file names."""
+    scripts = [ROOT / stage / "train.py" for stage in (old, new)]
+    command = ["diff", f"-U{context}", *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[2:]
 
 
 def load(stage):
@@ -78,7 +81,8 @@ def test_sections_stand_in_order_with_the_same_banners(stage):
 def test_the_first_lines_give_title_and_command(stage):
     title, *_ = ast.get_docstring(ast.parse(text(stage))).splitlines()
     assert re.match(rf"\[{stage[:2]}\] [A-Z].*\.$", title)
-    assert f"{stage}/train.py" in shown_command(stage)
+    assert all(stage in command for command in shown_commands(stage))
+    assert f"{stage}/train.py" in shown_commands(stage)[-1]
 
 
 @pytest.mark.parametrize("before, after", STEPS)
@@ -89,7 +93,10 @@ def test_a_step_changes_at_most_45_lines(before, after):
 
 @pytest.mark.parametrize("before, after", STEPS)
 def test_every_change_bears_its_stages_tag_and_no_other(before, after):
-    """Outside the imports, each hunk of `diff -u` holds the tag; no line brings a foreign one."""
+    """Outside the imports, each hunk of `diff -u` holds the tag; no line brings a foreign one.
+
+    A hunk that adds nothing takes an earlier lesson away: it removes a line with that one's tag.
+    """
     tag = f"[{after[:2]}]"
     hunks, first_banner = [], text(after).splitlines().index(TITLE_LINE)
     for line in changed(before, after, context=3):
@@ -100,8 +107,10 @@ def test_every_change_bears_its_stages_tag_and_no_other(before, after):
     assert hunks
     for start, lines in hunks:
         added = [line for line in lines if line.startswith("+")]
-        if start > first_banner:
+        if start > first_banner and added:
             assert any(tag in line for line in added), "\n".join(lines)
+        elif start > first_banner:
+            assert any(re.match(r"-.*\[\d\d\]", line) for line in lines), "\n".join(lines)
         tags = {found for line in added for found in re.findall(r"\[\d\d\]", line)}
         assert tags <= {tag}, "\n".join(lines)
 
@@ -128,7 +137,7 @@ def test_a_stage_has_the_flags_of_the_one_before(before, after, monkeypatch):
     assert old <= flags_of(after, monkeypatch)
 
 
-@pytest.mark.parametrize("stage", [s for s in STAGES if "torchrun" in shown_command(s)])
+@pytest.mark.parametrize("stage", [s for s in STAGES if launcher(s) == "torchrun"])
 def test_torchrun_swallows_none_of_the_flags(stage, monkeypatch):
     theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
     for flag in flags_of(stage, monkeypatch):
@@ -136,7 +145,7 @@ def test_torchrun_swallows_none_of_the_flags(stage, monkeypatch):
 
 
 def test_some_stage_is_launched_by_torchrun_and_some_by_itself():
-    launched = [shown_command(stage).split()[0] for stage in STAGES if takes_processes(stage)]
+    launched = [launcher(stage) for stage in STAGES if takes_processes(stage)]
     assert {"torchrun", "python"} <= set(launched)
 
 

@@ -10,10 +10,10 @@ from functools import partial
 from common import data
 from common import flags
 from tests.running import fork
+from tests.running import free_port
 from tests.test_bad_input import ENV
-from tests.test_bad_input import free_port
 from tools.stages import ROOT
-from tools.stages import shown_command
+from tools.stages import launcher
 from tools.stages import stages
 
 import numpy as np
@@ -188,7 +188,7 @@ def use_mirror(url):
     datasets.FashionMNIST.resources = [(n, None) for n, _ in datasets.FashionMNIST.resources]
 
 
-@pytest.mark.parametrize("stage", [s for s in stages() if "torchrun" in shown_command(s)])
+@pytest.mark.parametrize("stage", [s for s in stages() if launcher(s) == "torchrun"])
 def test_three_ranks_download_once(stage, tmp_path):
     """The files come from a server on this machine, which counts what it is asked for."""
     (tmp_path / "site").mkdir()

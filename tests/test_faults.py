@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 
+from common.lesson import sections
 from tests.running import ROOT
 from tests.running import family
 from tests.running import started
@@ -17,7 +18,22 @@ from tools.stages import takes_processes
 import psutil
 import pytest
 
-LAUNCHED = [stage for stage in stages() if takes_processes(stage)]
+
+def launches():
+    """Return the first stage of each way in which processes start, meet and end.
+
+    How faults end a run is decided in two places, the section on processes and what follows `run`.
+    A stage that has both from an earlier one, word for word, ends as that one does.
+    """
+    first = {}
+    for stage in filter(takes_processes, stages()):
+        script = "\n".join(sections(stage)["6. the run"])
+        code = (*sections(stage)["2. processes"], script[script.index("\ndef main") :])
+        first.setdefault(code, stage)
+    return list(first.values())
+
+
+LAUNCHED = launches()
 ENDLESS = ["--epochs", "100000"]
 GRACE = 30 + 10  # torchrun gives its ranks 30 seconds to end before it kills them
 
@@ -84,9 +100,10 @@ def training(tmp_path, device):
     """Return a function that starts a stage on two processes and waits until it trains."""
     with contextlib.ExitStack() as stack:
 
-        def start(stage, *flags, root=ROOT):
+        def start(stage, *flags, root=ROOT, folder=tmp_path):
+            folder.mkdir(exist_ok=True)
             arguments = [*command(stage, 2, root), *ENDLESS, "--device", device, *flags]
-            child = stack.enter_context(started(arguments, tmp_path))
+            child = stack.enter_context(started(arguments, folder))
             child.wait_for("epoch 2: ")
             assert len(ranks(child)) == 2
             return child
@@ -122,13 +139,19 @@ def test_a_rank_that_is_killed_takes_the_run_down(stage, training):
     assert_gone(child.members, [], 5)
 
 
-@pytest.mark.parametrize("stage", LAUNCHED)
-def test_a_rank_that_hangs_is_noticed_after_the_timeout(stage, training):
-    child = training(stage, "--timeout", "5")
-    ranks(child)[1].suspend()
-    assert child.wait(5 + 35) == 1
-    assert re.search("[Tt]imed out|timeout", child.screen())
-    assert_gone(child.members, [], 5)
+def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path):
+    """All launches at once: most of the time goes by in waiting for torchrun's grace to end."""
+    children = [training(stage, "--timeout", "5", folder=tmp_path / stage) for stage in LAUNCHED]
+    for child in children:
+        ranks(child)[1].suspend()
+    for child in children:
+        assert child.wait(5 + 35) == 1
+        assert re.search("[Tt]imed out|timeout", child.screen())
+        assert_gone(child.members, [], 5)
+
+
+def test_the_launches_are_those_of_torchrun_of_spawn_and_of_a_cluster():
+    assert LAUNCHED == ["03_ddp_launch", "04_ddp_spawn", "06_slurm"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

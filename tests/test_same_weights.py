@@ -3,11 +3,14 @@
 import sys
 
 from common.lesson import difference
+from tests.running import free_port
 from tests.running import run
 from tests.running import started
-from tests.test_bad_input import free_port
+from tests.running import train
+from tests.running import train_in_forks
 from tools.stages import ROOT
 from tools.stages import command
+from tools.stages import launcher
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -32,7 +35,8 @@ def test_dataparallel_equals_one_gpu(trained):
 
 
 def test_any_number_of_processes_equals_one_gpu(trained, device, launched, processes):
-    done = trained(launched, processes, *DOUBLE)
+    how = train_in_forks if launcher(launched) == "torchrun" else train
+    done = trained(launched, processes, *DOUBLE, how=how)
     assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
     assert_same(trained("01_single_gpu", 1, *DOUBLE), done)
 

@@ -8,7 +8,7 @@ import sys
 from tests.running import run
 from tools import propagate
 from tools.stages import ROOT
-from tools.stages import shown_command
+from tools.stages import shown_commands
 from tools.stages import stages
 
 import pytest
@@ -96,7 +96,7 @@ def test_the_table_in_the_readme_is_true():
     for before, stage in zip([None, *STAGES], STAGES, strict=False):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| [{stage[:2]}]")]
         assert f"({stage}/{stage}.ipynb)" in row
-        assert f"`{shown_command(stage)}`" in row
+        assert f"`{shown_commands(stage)[0]}`" in row
         lines = str(changed_lines(before, stage)) if before else ""
         assert row.split("|")[-2].strip() == lines
 

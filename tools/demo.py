@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.lesson import difference
 from tools.stages import ROOT
 from tools.stages import command
-from tools.stages import shown_command
+from tools.stages import launcher
+from tools.stages import shown_commands
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -24,12 +25,6 @@ COLUMNS = "{:<20} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
 TITLES = (
     "stage", "launch", "processes", "device", "train loss", "val loss", "acc@1", "images/s", "vs 01"
 )  # fmt: skip
-
-
-def launcher(stage):
-    """Return how a stage's processes are started."""
-    program = shown_command(stage).split()[0]
-    return "spawn" if program == "python" and takes_processes(stage) else program
 
 
 def train(stage, processes, out, *flags):
@@ -48,8 +43,10 @@ def main():
     table = []
     with tempfile.TemporaryDirectory() as folder:
         for stage in ["01_single_gpu", *(name for name in names if name != "01_single_gpu")]:
+            spawns = takes_processes(stage) and launcher(stage) == "python"
+            launch = "spawn" if spawns else launcher(stage)
             processes = min(2, gpus or 2) if takes_processes(stage) else 1
-            print(f"\n{stage}: {shown_command(stage)}", flush=True)
+            print(f"\n{stage}: {shown_commands(stage)[-1]}", flush=True)
             rows = train(stage, processes, Path(folder, stage))
             exact = Path(folder, f"{stage}-float64")
             train(stage, processes, exact, "--dtype", "float64", "--epochs", "1")
@@ -58,7 +55,7 @@ def main():
             speed = last["train"]["images"] / last["train"]["seconds"]
             figures = [f"{last['train']['loss']:.3f}", f"{last['val']['loss']:.3f}"]
             figures += [f"{last['val']['acc1']:.2f}", f"{speed:.0f}", f"{distance:.1e}"]
-            table.append((stage, launcher(stage), processes, device, *figures))
+            table.append((stage, launch, processes, device, *figures))
     print("\n" + COLUMNS.format(*TITLES))
     for row in table:
         print(COLUMNS.format(*row))

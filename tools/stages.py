@@ -1,4 +1,4 @@
-"""The stages, in order, and the command in the first lines of each script."""
+"""The stages, in order, and the commands in the first lines of each script."""
 
 import ast
 import re
@@ -14,25 +14,35 @@ def stages(root=ROOT):
     return sorted(path.parent.name for path in root.glob("[0-9][0-9]_*/train.py"))
 
 
-def shown_command(stage):
-    """Return the command that the docstring of a stage's script ends with."""
+def shown_commands(stage):
+    """Return the commands in the docstring of a stage's script.
+
+    The first is the one to show: it is the stage's lesson. The last is the plain one, which runs on
+    any machine and trains in full precision, as the stages are compared. Mostly they are the same.
+    """
     tree = ast.parse((ROOT / stage / "train.py").read_text())
-    return ast.get_docstring(tree).splitlines()[-1]
+    _, _, commands = ast.get_docstring(tree).partition("\n\n")
+    return commands.splitlines()
+
+
+def launcher(stage):
+    """Return the program that the plain command of a stage starts with: python or torchrun."""
+    return shown_commands(stage)[-1].split()[0]
 
 
 def takes_processes(stage):
     """Return whether a stage's command says how many processes there are."""
-    return "nproc" in shown_command(stage)
+    return "nproc" in shown_commands(stage)[-1]
 
 
 def command(stage, processes=1, root=ROOT):
     """Return the argument list that runs a stage on so many processes, from any folder.
 
-    It is the command its docstring shows, run by this Python, and with the script's full path.
+    It is the plain command of its docstring, run by this Python, with the script's full path.
     """
-    words = shlex.split(shown_command(stage))
+    words = shlex.split(shown_commands(stage)[-1])
     words = [re.sub(r"(--nproc(-per-node)?)=\d+", rf"\1={processes}", word) for word in words]
     words = [str(Path(root, word)) if word.endswith(".py") else word for word in words]
     program, *arguments = words
-    launcher = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
-    return [sys.executable, *launcher, *arguments]
+    module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    return [sys.executable, *module, *arguments]

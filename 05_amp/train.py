@@ -1,0 +1,200 @@
+"""[05] Train in mixed precision: autocast, loss scaling and gradient clipping.
+
+python 05_amp/train.py --nproc=2 --amp=bf16
+python 05_amp/train.py --nproc=2
+"""
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import attached
+from common import checkpoint
+from common import data
+from common import flags
+from common import meters
+from common import schedule
+from common.model import make_model
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
+
+
+# ---- 1. flags ----------------------------------------------------------------------------------
+def read_flags():
+    """Return the flags, checked: those of common/flags.py and the stage's own."""
+    parser = flags.Flags(__doc__)
+    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
+    parser.add_argument("--nproc", type=flags.number(int, least=1), help="processes")  # [04]
+    amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
+    parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
+    args = parser.parse_args()
+    args.amp = amp[args.amp]
+    if args.amp and args.dtype != torch.float32:
+        parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
+    if args.sync_bn and args.device.type == "cpu":
+        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
+    args.nproc = args.nproc or (torch.cuda.device_count() if args.device.type == "cuda" else 2)
+    flags.share(args, args.nproc)  # [04] found here, a fault is reported once, not by every rank
+    flags.nth_device(args, args.nproc - 1)
+    return args
+
+
+# ---- 2. processes ------------------------------------------------------------------------------
+def setup(args, rank, folder):
+    """Prepare this process and return its device."""
+    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
+    device = flags.nth_device(args, rank)  # [04] one machine: the rank is also the local rank
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",  # [04] a new file: no port that can be taken
+        rank=rank,
+        world_size=args.nproc,
+        timeout=args.timeout,  # [03] a process that hangs is noticed after that
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
+
+
+def is_main():
+    """Whether this process is the one that prints and writes."""
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+
+
+def log(text):
+    """Print a line, once for the whole run."""
+    if is_main():
+        print(text, flush=True)
+
+
+# ---- 3. data -----------------------------------------------------------------------------------
+def make_loaders(args):
+    """Return the loaders of this process's training and validation batches."""
+    if not is_main():
+        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
+    train_set, val_set = data.load_data(args)
+    if is_main():
+        dist.barrier()
+    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
+    train_loader = DataLoader(
+        train_set,
+        batch_size=batch_size,
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
+        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
+        **data.loader_options(args),
+    )
+    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    return train_loader, val_loader
+
+
+# ---- 4. one training epoch ---------------------------------------------------------------------
+def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
+    """Take one optimizer step per global batch; return the epoch's averages."""
+    model.train()
+    meter = meters.Meter(args.device)
+    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
+    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main())
+    for step, (images, target) in enumerate(batches, (epoch - 1) * len(loader) + 1):
+        images = images.to(args.device, args.dtype, non_blocking=True)
+        target = target.to(args.device, non_blocking=True)
+        with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+            output = model(images)
+            loss = nn.functional.cross_entropy(output, target)
+        if not loss.isfinite():  # [05] otherwise it spoils every weight, on every rank
+            raise FloatingPointError(f"rank {dist.get_rank()}, step {step}: the loss is {loss}")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
+        scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
+        if args.clip_grad:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= scale:  # [05] the scaler did not skip the step
+            scheduler.step()
+        else:
+            log(f"step {step}: skipped, loss scale now {scaler.get_scale():g}")
+        meter.update(loss, output, target)
+    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
+    return meter.averages()
+
+
+# ---- 5. evaluation -----------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(args, model, loader):
+    """Return the averages over the whole validation set."""
+    model.eval()
+    meter = meters.Meter(args.device)
+    for images, target in meters.progress(loader, "evaluation", meter, show=is_main()):
+        images = images.to(args.device, args.dtype, non_blocking=True)
+        target = target.to(args.device, non_blocking=True)
+        with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+            output = model(images)
+            meter.update(nn.functional.cross_entropy(output, target), output, target)
+    return meter.averages()
+
+
+# ---- 6. the run --------------------------------------------------------------------------------
+def run(args):
+    """Train and evaluate for --epochs, or only evaluate."""
+    train_loader, val_loader = make_loaders(args)
+    torch.manual_seed(args.seed)
+    model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
+    if args.evaluate:
+        checkpoint.load_weights(model, args.evaluate)
+        return log(f"val {meters.describe(evaluate(args, model, val_loader))}")
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+    )
+    scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp is torch.float16)  # [05]
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
+    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
+    for epoch in range(1, args.epochs + 1):
+        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
+        val = evaluate(args, model, val_loader)
+        log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
+        if args.out and is_main():
+            checkpoint.record(args.out, epoch, train, val, model.state_dict())
+
+
+def main():
+    args = read_flags()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # [04] end as Ctrl-C does, tidily
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
+    with TemporaryDirectory() as folder:
+        context = mp.spawn(worker, (args, folder), args.nproc, join=False)
+        try:
+            while not context.join():  # [04] raises what a process raised, with its traceback
+                pass
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            sys.exit(2 if getattr(error, "exit_code", 1) == 2 else str(error))
+        finally:
+            for process in context.processes:
+                process.kill()  # [04] otherwise Ctrl-C waits for them for ever
+
+
+def worker(rank, args, folder):
+    """Be one of the processes."""
+    args.device = setup(args, rank, folder)  # [04] the rank is given, no variable is read
+    run(args)
+    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

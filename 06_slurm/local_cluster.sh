@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# A real Slurm on one machine: a controller and two nodes, node1 and node2, of two CPUs each.
+#
+#   bash 06_slurm/local_cluster.sh start    start it, unless it runs
+#   bash 06_slurm/local_cluster.sh status   exit code 0 if it runs, 1 if it does not
+#   bash 06_slurm/local_cluster.sh stop     end its jobs and itself, and remove its folder
+#
+# It runs on Debian and Ubuntu, as root and without systemd. It installs nothing. All it writes is in
+# one folder ($LOCAL_CLUSTER, or /run/local_cluster), and it listens on the loopback interface only,
+# at ports that are not Slurm's usual ones. Slurm's commands find it through the variable SLURM_CONF:
+# another Slurm on this machine is neither used nor disturbed.
+set -euo pipefail
+
+folder=${LOCAL_CLUSTER:-/run/local_cluster}
+export SLURM_CONF=$folder/slurm.conf
+mark="# written by local_cluster.sh"
+ports=(16817 17001 17002) # the controller's and those of the two nodes
+
+fail() {
+  echo "local_cluster.sh: error: $*" >&2
+  exit 2
+}
+
+runs() {
+  [ -e "$SLURM_CONF" ] && scontrol ping 2>/dev/null | grep -q "is UP"
+}
+
+idle() { # both nodes have reported to the controller
+  [ "$(sinfo --noheader --responding --Node --states=idle,alloc,mix --format=%N 2>/dev/null | wc -l)" = 2 ]
+}
+
+# Wait up to ten seconds until a command succeeds.
+await() {
+  for _ in {1..100}; do
+    if "$@"; then return 0; fi
+    sleep 0.1
+  done
+  return 1
+}
+
+# The processes that hold a file in the folder open: its daemons and the starters of its jobs.
+members() {
+  local fd
+  for fd in /proc/[0-9]*/fd/*; do
+    case $(readlink "$fd" 2>/dev/null) in
+      "$folder"/*) echo "$fd" | cut -d/ -f3 ;;
+    esac
+  done | sort -un
+}
+
+alone() {
+  [ -z "$(members)" ]
+}
+
+unused() {
+  [ -z "$(squeue --noheader 2>/dev/null)" ]
+}
+
+stop() {
+  [ -e "$folder" ] || return 0
+  grep -qx "$mark" "$SLURM_CONF" 2>/dev/null || fail "$folder is not a folder of this script's"
+  if runs; then
+    squeue --noheader --format=%A | xargs -r scancel --full
+    await unused || true
+  fi
+  # The controller has nothing left to do. Whoever does not end now is stuck.
+  members | xargs -r kill 2>/dev/null || true
+  await alone || members | xargs -r kill -9 2>/dev/null || true
+  rm -rf "$folder"
+}
+
+# Authentication: all of Slurm's messages are signed by munge, here by one of our own, with a new key.
+start_munge() {
+  install -d -m 700 -o munge -g munge "$folder/key"
+  install -d -m 755 -o munge -g munge "$folder/munge"
+  (umask 077 && head -c 128 /dev/urandom >"$folder/key/munge.key")
+  chown munge: "$folder/key/munge.key"
+  runuser -u munge -- munged --key-file="$folder/key/munge.key" --seed-file="$folder/key/seed" \
+    --socket="$folder/munge/socket" --pid-file="$folder/munge/pid" --log-file="$folder/key/log"
+}
+
+# The whole configuration. A cluster's own has the same lines, one NodeName per kind of machine.
+write_configuration() {
+  local host
+  host=$(uname -n | cut -d. -f1)
+  cat >"$SLURM_CONF" <<EOF
+$mark
+ClusterName=local
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=${ports[0]}
+SlurmUser=root
+# who is who; a job whose credential has expired (after 10 s instead of 2 min) can start again
+AuthType=auth/munge
+AuthInfo=socket=$folder/munge/socket,cred_expire=10
+# listen at the addresses given here, not at all that the machine has
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+# without systemd there are no control groups: processes are found by their parents
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+# jobs share a node as long as each of its CPUs belongs to one of them
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+# two CPUs per node, whatever the machine really has; a node that comes back is used again
+SlurmdParameters=config_overrides
+ReturnToService=2
+# seconds between SIGTERM and SIGKILL
+KillWait=5
+MailProg=/bin/true
+StateSaveLocation=$folder/state
+SlurmdSpoolDir=$folder/spool-%n
+SlurmctldPidFile=$folder/slurmctld.pid
+SlurmdPidFile=$folder/slurmd-%n.pid
+SlurmctldLogFile=$folder/slurmctld.log
+SlurmdLogFile=$folder/slurmd-%n.log
+# two nodes, both of them this machine; their names resolve nowhere
+NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=2
+PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP
+EOF
+}
+
+start() {
+  local program port
+  for program in munged slurmctld slurmd srun; do
+    command -v "$program" >/dev/null ||
+      fail "$program is missing; type: apt-get install slurmctld slurmd slurm-client munge"
+  done
+  if runs; then
+    echo "it runs already"
+  else
+    stop # what a crash left
+    for port in "${ports[@]}"; do
+      if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then fail "port $port is in use"; fi
+    done
+    install -d -m 755 "$folder" "$folder/state"
+    write_configuration
+    {
+      start_munge && slurmctld && slurmd -N node1 && slurmd -N node2
+    } >"$folder/start.log" 2>&1 </dev/null 9<&- || give_up
+    await idle || give_up
+    echo "started"
+  fi
+  echo "two nodes, node1 and node2; in a shell that shall use them: export SLURM_CONF=$SLURM_CONF"
+}
+
+give_up() {
+  tail -n 5 "$folder"/*.log >&2
+  stop
+  fail "it did not start; the ends of its logs are above"
+}
+
+[ $# = 1 ] || fail "give one of start, status and stop"
+[ "$(id -u)" = 0 ] || fail "it needs root; type: sudo bash $0 $1"
+exec 9<"$(dirname "$folder")"
+flock 9 # two of these at a time would meet; the lock leaves no file
+case $1 in
+  start) start ;;
+  status) if runs; then sinfo; else echo "it does not run" && exit 1; fi ;;
+  stop) stop && echo "stopped" ;;
+  *) fail "$1 is none of start, status and stop" ;;
+esac
