@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
-# A real Slurm on one machine: a controller and two nodes, node1 and node2, of two CPUs each.
+# A real Slurm on one machine: a controller and two nodes, node1 and node2, of four CPUs each.
 #
 #   bash 06_slurm/local_cluster.sh start    start it, unless it runs
 #   bash 06_slurm/local_cluster.sh status   exit code 0 if it runs, 1 if it does not
 #   bash 06_slurm/local_cluster.sh stop     end its jobs and itself, and remove its folder
 #
 # It runs on Debian and Ubuntu, as root and without systemd. It installs nothing. All it writes is in
-# one folder ($LOCAL_CLUSTER, or /run/local_cluster), and it listens on the loopback interface only,
-# at ports that are not Slurm's usual ones. Slurm's commands find it through the variable SLURM_CONF:
-# another Slurm on this machine is neither used nor disturbed.
+# one folder ($LOCAL_CLUSTER, or /run/local_cluster), and it listens on the loopback interface only, at
+# three ports ($LOCAL_CLUSTER_PORT, or 16817, and the next two) that are not Slurm's usual ones. Slurm's
+# commands find it through the variable SLURM_CONF: another Slurm on this machine is neither used nor
+# disturbed.
 set -euo pipefail
 
 folder=${LOCAL_CLUSTER:-/run/local_cluster}
 export SLURM_CONF=$folder/slurm.conf
 mark="# written by local_cluster.sh"
-ports=(16817 17001 17002) # the controller's and those of the two nodes
+port=${LOCAL_CLUSTER_PORT:-16817}
+ports=("$port" $((port + 1)) $((port + 2))) # the controller's and those of the two nodes
 
 fail() {
   echo "local_cluster.sh: error: $*" >&2
@@ -100,7 +102,7 @@ TaskPlugin=task/none
 # jobs share a node as long as each of its CPUs belongs to one of them
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-# two CPUs per node, whatever the machine really has; a node that comes back is used again
+# four CPUs per node, whatever the machine really has; a node that comes back is used again
 SlurmdParameters=config_overrides
 ReturnToService=2
 # seconds between SIGTERM and SIGKILL
@@ -113,7 +115,7 @@ SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
 # two nodes, both of them this machine; their names resolve nowhere
-NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=2
+NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP
 EOF
 }

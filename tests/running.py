@@ -135,7 +135,7 @@ def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
     Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`.
     prepare: a picklable function that the fork calls first.
     """
-    Path(folder).mkdir(exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     arguments = (script, arguments, folder, variables, prepare)
     process = forkserver.Process(target=in_fork, args=arguments)
     process.start()

@@ -1,0 +1,146 @@
+"""Stage 05: mixed precision, the scaler, clipping, and a loss that is no number."""
+
+import types
+
+from common.lesson import difference
+from tests.running import fork
+from tests.running import run
+from tests.running import train_in_forks
+from tests.test_chain import load
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import launcher
+from tools.stages import stages
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+WITH_AMP = stages()[4:]
+BY_VARIABLES = [stage for stage in WITH_AMP if launcher(stage) == "torchrun"]
+AMP = ("bf16", "fp16")
+DOUBLE = ("--dtype", "float64", "--epochs", "2")
+
+
+def test_amp_off_gives_the_weights_of_stage_04_bit_for_bit(trained, several):
+    before, after = trained("04_ddp_spawn", several), trained("05_amp", several)
+    assert difference(before.weights, after.weights) == 0
+    assert before.epochs == after.epochs
+
+
+@pytest.mark.parametrize(
+    "stage, amp", [("05_amp", "bf16"), *((stage, amp) for stage in BY_VARIABLES for amp in AMP)]
+)
+def test_it_learns_in_mixed_precision(trained, several, stage, amp):
+    how = {"how": train_in_forks} if stage in BY_VARIABLES else {}
+    done = trained(stage, several, "--amp", amp, "--epochs", "3", **how)
+    losses = [row["train"]["loss"] for row in done.rows]
+    assert losses[-1] < 0.1 * losses[0]
+    assert done.rows[-1]["val"]["acc1"] >= 95
+    full = trained(BY_VARIABLES[0], several, "--epochs", "3", how=train_in_forks)
+    full = full.rows[0]["train"]["loss"]
+    assert losses[0] != full and losses[0] == pytest.approx(full, rel=0.02)
+    weights = torch.load(done.weights)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", BY_VARIABLES)
+def test_clipping_is_the_same_on_any_number_of_processes(trained, device, several, stage):
+    clipped = [
+        trained(stage, n, *DOUBLE, "--clip-grad", "0.5", how=train_in_forks)
+        for n in sorted({1, several})
+    ]
+    assert difference(clipped[0].weights, clipped[-1].weights) <= 1e-10
+    assert difference(clipped[0].weights, trained("01_single_gpu", 1, *DOUBLE).weights) > 1e-3
+    never = trained(stage, 1, *DOUBLE, "--clip-grad", "1e9", how=train_in_forks)
+    assert difference(never.weights, trained("01_single_gpu", 1, *DOUBLE).weights) <= 1e-10
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_step_and_rank(tmp_path, device, several):
+    flags = ["--lr", "1e6", "--device", device, "--out", str(tmp_path / "out")]
+    done = run([*command("05_amp", several), *flags], tmp_path)
+    assert done.returncode == 1
+    assert "FloatingPointError: rank" in done.stderr
+    assert any(f"step {step}: the loss is nan" in done.stderr for step in range(2, 26))
+    assert not (tmp_path / "out").exists()
+
+
+WRONG = {
+    "an unknown format": (["--amp", "fp8"], "--amp"),
+    "autocast of float64": (["--amp", "bf16", "--dtype", "float64"], "--amp"),
+    "a norm of zero": (["--clip-grad", "0"], "--clip-grad"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("stage", WITH_AMP)
+def test_wrong_flags(stage, what, tmp_path):
+    flags, named = WRONG[what]
+    done = fork(ROOT / stage / "train.py", flags, tmp_path)()
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"train.py: error: {named}")
+
+
+class Batches(list):
+    """Batches in a list, with what the training loop asks of a loader."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.dataset = types.SimpleNamespace()
+        self.sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
+
+
+@pytest.fixture
+def step():
+    """Return a function that takes steps with a linear model; the group has this process only."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    module = load(WITH_AMP[-1])
+
+    def take(scale, clip=None, images=None, steps=1):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        args = types.SimpleNamespace(
+            device=torch.device("cpu"), dtype=torch.float32, amp=torch.float16, clip_grad=clip
+        )
+        images = torch.randn(6, 4) if images is None else images
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        batches = Batches([(images, torch.arange(6) % 3)] * steps)
+        module.train_one_epoch(args, 1, model, batches, optimizer, scheduler, scaler)
+        moves = [(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+        return torch.cat(moves).norm().item(), scheduler.last_epoch, scaler.get_scale()
+
+    yield take
+    dist.destroy_process_group()
+
+
+def test_a_skipped_step_leaves_weights_and_schedule_alone(step, capsys):
+    moved, steps, scale = step(2.0**60)
+    assert (moved, steps, scale) == (0, 0, 2.0**59)
+    assert "step 1: skipped, loss scale now 5.76461e+17" in capsys.readouterr().out
+    moved, steps, scale = step(2.0**10)
+    assert moved > 0.1 and (steps, scale) == (1, 2.0**10)
+
+
+def test_after_skipped_steps_it_goes_on(step, capsys):
+    _, steps, scale = step(2.0**30, steps=40)
+    skipped = capsys.readouterr().out.count("skipped")
+    assert 0 < skipped < 40
+    assert steps == 40 - skipped
+    assert scale == 2.0 ** (30 - skipped)
+
+
+def test_the_gradient_is_clipped_after_it_is_unscaled(step):
+    free, _, _ = step(2.0**10)
+    clipped, _, _ = step(2.0**10, clip=0.01)
+    assert free > 0.1
+    assert clipped == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_changes_no_weight(step):
+    with pytest.raises(FloatingPointError, match="rank 0, step 1: the loss is nan"):
+        step(2.0**10, images=torch.full((6, 4), torch.nan))

@@ -1,0 +1,308 @@
+"""Stage 06 on a real Slurm: the local cluster, both job files, and what ends a job."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from common.lesson import difference
+from tests.running import ROOT
+from tests.running import environment
+from tests.running import fork
+from tests.running import free_port
+from tests.test_faults import alive
+from tests.test_faults import answers
+
+import psutil
+import pytest
+
+STAGE = ROOT / "06_slurm"
+DOUBLE = ("--dtype", "float64", "--epochs", "2")
+ENDLESS = ["--device", "cpu", "--epochs", "100000"]
+
+
+def missing():
+    """Return what a local cluster lacks here; nothing if it can run."""
+    if os.geteuid() != 0:
+        return "the local cluster needs root"
+    programs = ("slurmctld", "slurmd", "srun", "munged")
+    if not all(map(shutil.which, programs)):
+        return "no Slurm here; type: apt-get install slurmctld slurmd slurm-client munge"
+    return ""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def slurm():
+    if missing():
+        assert "REQUIRE_SLURM" not in os.environ, missing()
+        pytest.skip(missing())
+
+
+class Cluster:
+    """A local cluster of the test's own: `folder` and ports are no one else's."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.port = int(free_port()) // 10 * 10  # the next two are hardly ever in use
+        self.variables = environment(
+            LOCAL_CLUSTER=str(folder),
+            LOCAL_CLUSTER_PORT=str(self.port),
+            SLURM_CONF=f"{folder}/slurm.conf",
+            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        )
+
+    def call(self, *arguments, check=True, **options):
+        """Run a command that shall see this cluster; return the CompletedProcess."""
+        options = {"capture_output": True, "text": True, "timeout": 60, **options}
+        return subprocess.run(arguments, check=check, env=self.variables, **options)
+
+    def script(self, what, check=True):
+        return self.call("bash", STAGE / "local_cluster.sh", what, check=check)
+
+    def members(self):
+        """Return the processes that hold one of the cluster's files open."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                files = [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+            except OSError:
+                continue
+            if any(self.folder in file.parents for file in files):
+                found.append(process)
+        return found
+
+    def submit(self, name, *flags, options=(), cwd, **variables):
+        """Submit a job file from the folder `cwd`; return the job's number and its log."""
+        self.variables.update(variables)
+        words = ["sbatch", "--parsable", *options, STAGE / name, *map(str, flags)]
+        number = self.call(*words, cwd=cwd).stdout.strip()
+        for variable in variables:
+            del self.variables[variable]
+        return SimpleNamespace(number=number, log=Path(cwd, f"slurm-{number}.out"))
+
+    def show(self, job):
+        """Return what Slurm says of a job, as a dict."""
+        text = self.call("scontrol", "show", "job", job.number).stdout
+        return dict(re.findall(r"(\w+)=(\S+)", text))
+
+    def wait(self, job, *states, seconds=90):
+        """Wait until a job is in one of the states; return which."""
+        end = time.monotonic() + seconds
+        while (state := self.show(job)["JobState"]) not in states:
+            assert time.monotonic() < end, (state, job.log.exists() and job.log.read_text())
+            time.sleep(0.1)
+        return state
+
+    def wait_for(self, job, text, seconds=60):
+        """Wait until a job has written a text into its log."""
+        end = time.monotonic() + seconds
+        while not job.log.exists() or text not in job.log.read_text():
+            assert time.monotonic() < end, job.log.exists() and job.log.read_text()
+            assert self.show(job)["JobState"] in ("PENDING", "RUNNING"), job.log.read_text()
+            time.sleep(0.1)
+
+    def ranks(self, job):
+        """Return the job's processes that train, by rank."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                environ = process.environ()
+                if "train.py" not in " ".join(process.cmdline()):
+                    continue
+            except psutil.Error:
+                continue
+            rank = environ.get("RANK", environ.get("SLURM_PROCID"))
+            if environ.get("SLURM_JOB_ID") == job.number and "SLURM_STEP_ID" in environ:
+                found[rank] = process
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(slurm):
+    one = Cluster("/run/local_cluster_of_the_tests")
+    one.script("stop")  # what a killed test run left
+    assert one.script("start").stdout.startswith("started\n")
+    yield one
+    one.script("stop")
+
+
+@pytest.fixture
+def other():
+    one = Cluster("/run/local_cluster_of_the_tests_2")
+    one.script("stop")
+    yield one
+    one.script("stop")
+
+
+def assert_gone(processes, seconds=15):
+    end = time.monotonic() + seconds
+    while alive(processes):
+        assert time.monotonic() < end, [process.cmdline() for process in alive(processes)]
+        time.sleep(0.1)
+
+
+def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
+    cluster, trained, tmp_path
+):
+    """Two tasks per node; with different seeds, so that neither can take the other's gradients."""
+    seeds = {"job.sbatch": [], "job_torchrun.sbatch": ["--seed", "1"]}
+    jobs = {
+        name: cluster.submit(
+            name, "--device", "cpu", *DOUBLE, *seed, "--out", tmp_path / name, cwd=tmp_path
+        )
+        for name, seed in seeds.items()
+    }
+    for job in jobs.values():
+        cluster.wait_for(job, "4 processes on gloo")
+    assert [cluster.show(job)["JobState"] for job in jobs.values()] == ["RUNNING", "RUNNING"]
+    for name, job in jobs.items():
+        state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        log = job.log.read_text()
+        assert state == "COMPLETED", log
+        shown = cluster.show(job)
+        assert (shown["NumNodes"], shown["Requeue"]) == ("2", "1")
+        assert len(re.findall("^epoch .: train", log, re.MULTILINE)) == 2  # one process prints
+        reference = trained("01_single_gpu", 1, *DOUBLE, *seeds[name])
+        assert difference(tmp_path / name / "last.pt", reference.weights) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
+def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path):
+    job = cluster.submit(name, *ENDLESS, cwd=tmp_path)
+    cluster.wait_for(job, "epoch 2: ")
+    ranks = cluster.ranks(job)
+    assert sorted(ranks) == ["0", "1", "2", "3"]
+    ranks["3"].kill()
+    assert cluster.wait(job, "FAILED", "COMPLETED", seconds=45) == "FAILED"
+    assert re.search(r"Killed|SIGKILL|Signal 9", job.log.read_text())
+    assert_gone(ranks.values())
+
+
+@pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
+def test_scancel_leaves_nothing_behind(name, cluster, tmp_path):
+    """The jobs train another stage, as the variable SCRIPT says."""
+    script = ROOT / "07_distributed_eval/train.py"
+    job = cluster.submit(name, *ENDLESS, cwd=tmp_path, SCRIPT=str(script))
+    cluster.wait_for(job, "epoch 2: ")
+    ranks = cluster.ranks(job)
+    assert len(ranks) == 4 and all(str(script) in rank.cmdline() for rank in ranks.values())
+    cluster.call("scancel", job.number)
+    assert cluster.wait(job, "CANCELLED", seconds=30) == "CANCELLED"
+    assert_gone(ranks.values())
+    assert cluster.call("squeue", "--noheader").stdout == ""
+    assert not answers(10000 + int(job.number) % 20000)  # rank 0's port
+
+
+def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path):
+    """Slurm's signal, sent by hand; the job trains from the start, once more and not for ever."""
+    job = cluster.submit("job.sbatch", *ENDLESS[:2], "--epochs", 40, cwd=tmp_path)
+    cluster.wait_for(job, "epoch 2: ")
+    ranks = cluster.ranks(job)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    cluster.wait_for(job, "the time is nearly over")
+    cluster.wait(job, "PENDING")
+    assert_gone(ranks.values())
+    cluster.wait(job, "RUNNING")
+    log = job.log.read_text()
+    end = time.monotonic() + 60
+    while job.log.read_text().count("epoch 1: ") < 2:
+        assert time.monotonic() < end, log
+        time.sleep(0.1)
+    assert cluster.show(job)["Restarts"] == "1"
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
+
+
+def test_a_job_file_that_cannot_find_the_script_says_so(cluster, tmp_path):
+    words = ["sbatch", "--parsable", "--output=slurm-%j.out"]
+    with (STAGE / "job.sbatch").open() as file:
+        number = cluster.call(*words, stdin=file, cwd=tmp_path).stdout.strip()
+    job = SimpleNamespace(number=number, log=tmp_path / f"slurm-{number}.out")
+    assert cluster.wait(job, "FAILED", "COMPLETED") == "FAILED"
+    assert "set SCRIPT to its path" in job.log.read_text()
+    assert cluster.show(job)["ExitCode"] == "2:0"
+
+
+def test_the_cluster_listens_on_loopback_only(cluster):
+    members = cluster.members()
+    names = {process.name() for process in members}
+    assert names >= {"munged", "slurmctld", "slurmd"}
+    listening = [
+        connection.laddr
+        for process in members
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) == 3
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert {address.port for address in listening} == {cluster.port + n for n in range(3)}
+
+
+def test_start_and_stop_may_be_called_twice(cluster):
+    before = {process.pid for process in cluster.members()}
+    assert cluster.script("start").stdout.startswith("it runs already\n")
+    assert {process.pid for process in cluster.members()} == before
+    assert "idle node[1-2]" in cluster.script("status").stdout
+
+
+def test_one_cluster_leaves_another_alone_and_no_trace(cluster, other):
+    assert other.script("status", check=False).returncode == 1
+    assert other.script("start").stdout.startswith("started\n")
+    steps = subprocess.Popen(
+        ["srun", "--nodes=2", "sleep", "1000"], env=other.variables, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 30
+    while len(other.members()) < 6:  # the four daemons and a starter of tasks on each node
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    members = other.members()
+    sleeping = [p for p in psutil.process_iter(["cmdline"]) if "1000" in (p.info["cmdline"] or [])]
+    assert len(sleeping) >= 2
+    assert other.script("stop").stdout == "stopped\n"
+    assert steps.wait(10) != 0
+    assert not alive([*members, *sleeping])
+    assert not other.folder.exists()
+    assert not any(answers(other.port + n) for n in range(3))
+    assert other.script("stop").stdout == "stopped\n"
+    assert "idle node[1-2]" in cluster.script("status").stdout
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("start", "is not a folder of this script's"),
+        ("stop", "is not a folder of this script's"),
+        ("restart", "restart is none of start, status and stop"),
+    ],
+)
+def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
+    (tmp_path / "mine").write_text("keep me")
+    done = Cluster(tmp_path).script(what, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("local_cluster.sh: error: ") and named in line
+    assert (tmp_path / "mine").read_text() == "keep me"
+
+
+def test_a_cluster_without_slurm_names_the_packages(tmp_path):
+    for program in ("bash", "id", "dirname", "flock"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    one = Cluster(tmp_path / "none")
+    one.variables["PATH"] = str(tmp_path)
+    done = one.script("start", check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("type: apt-get install slurmctld slurmd slurm-client munge")
+
+
+def test_the_script_in_the_shell_of_a_job_says_who_starts_it(tmp_path):
+    variables = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    script = STAGE / "train.py"
+    done = fork(script, [], tmp_path, **variables)()
+    assert done.returncode == 2
+    assert "SLURM_STEP_NUM_TASKS is not set" in done.stderr
+    assert "start with: sbatch 06_slurm/job.sbatch or torchrun" in done.stderr
