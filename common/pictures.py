@@ -1,6 +1,9 @@
 """The drawings in the notebooks. They show how something works; nothing in them is measured."""
 
+import math
+
 import matplotlib.pyplot as plt
+import torch
 
 
 def box(axis, x, y, text, colour="tab:green"):
@@ -72,4 +75,68 @@ def a_parent_and_its_children():
         arrow(axis, (5.3, y), (6.4, 1), "tab:orange", "<->")
     axis.text(2, 1, "spawn", ha="center", va="center")
     axis.text(5.5, 1, "meet", ha="center", va="center", color="tab:orange")
+    plt.show()
+
+
+def three_number_formats():
+    """Draw the bits of float32, bfloat16 and float16, and the numbers that they can hold."""
+    formats = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4), width_ratios=(1.15, 1))
+    for row, (name, (exponent, fraction)) in enumerate(formats.items()):
+        start = 0
+        for bits, colour in ((1, "tab:gray"), (exponent, "tab:orange"), (fraction, "tab:blue")):
+            for n in range(bits):
+                left.barh(row, 0.9, left=start + n, color=colour, alpha=0.6)
+            start += bits
+        info = torch.finfo(getattr(torch, name))
+        ends = [math.log10(x) for x in (info.smallest_normal * info.eps, info.tiny, info.max)]
+        right.barh(row, ends[2] - ends[1], left=ends[1], color="tab:green", alpha=0.6)
+        right.barh(row, ends[1] - ends[0], left=ends[0], color="tab:green", alpha=0.25)
+        text = f"{10 ** (ends[0] % 1):.0f}e{math.floor(ends[0])} to {info.max:.0e}"
+        right.text(0, row, text.replace("e+", "e"), ha="center", va="center")
+    left.set(title="bits: sign, exponent (range), fraction (precision)", xticks=[])
+    left.set_yticks(range(3), formats)
+    right.set(title="magnitudes, powers of ten (pale: with fewer digits)", yticks=[])
+    for axis in (left, right):
+        axis.invert_yaxis()
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    plt.tight_layout()
+    plt.show()
+
+
+def allocation_step_task():
+    """Draw a Slurm job on two nodes, with the tasks of one step and their ranks."""
+    axis = canvas(3.2, (-0.3, 10.3), (-0.6, 3.6))
+    axis.add_patch(plt.Rectangle((0, -0.4), 10, 3.8, fill=False, ec="tab:gray", ls="--"))
+    axis.text(0.15, 3.1, "job = allocation: the nodes are yours until it ends", color="tab:gray")
+    axis.add_patch(plt.Rectangle((0.3, 0.8), 9.4, 2, color="tab:blue", alpha=0.12))
+    axis.text(0.45, 2.45, "step: what one srun starts, on all nodes", color="tab:blue")
+    for node, x in (("node1", 0.5), ("node2", 5.2)):
+        axis.text(x + 2.1, -0.2, node, ha="center", weight="bold")
+        for local in (0, 1):
+            rank = 2 * (node == "node2") + local
+            text = f"task\nPROCID={rank}\nLOCALID={local}"
+            box(axis, x + 1.05 + 2.15 * local, 1.6, text)
+    box(axis, 1.6, 0.35, "batch script (job.sbatch)", "tab:orange")
+    plt.show()
+
+
+def all_reduce_and_its_relatives():
+    """Draw what four processes hold before and after reduce, all_reduce and gather."""
+    _, axes = plt.subplots(1, 4, figsize=(11, 2.4))
+    own = ["1", "2", "3", "4"]
+    after = {
+        "before": own,
+        "reduce": ["10", "", "", ""],
+        "all_reduce": ["10"] * 4,
+        "gather": ["1 2 3 4", "", "", ""],
+    }
+    for axis, (title, values) in zip(axes, after.items(), strict=True):
+        axis.set(xlim=(-1.3, 2.2), ylim=(-0.6, 3.6), title=title)
+        axis.axis("off")
+        for rank, value in enumerate(values):
+            y = 3 - rank
+            axis.text(-1.2, y, f"rank {rank}", va="center")
+            colour = "tab:green" if value else "tab:gray"
+            box(axis, 1, y, value or "\u2013", colour)
     plt.show()
