@@ -116,7 +116,7 @@ SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
 # two nodes, both of them this machine; their names resolve nowhere
 NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=4
-PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
 EOF
 }
 

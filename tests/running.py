@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +38,15 @@ def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return str(one.getsockname()[1])
+
+
+def missing_for_slurm():
+    """Return what the local cluster lacks on this machine; nothing if it can run."""
+    if os.geteuid() != 0:
+        return "the local cluster needs root"
+    if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munged"))):
+        return "no Slurm here; type: apt-get install slurmctld slurmd slurm-client munge"
+    return ""
 
 
 def family(pid):

@@ -48,4 +48,47 @@ def work(rank):
 """
 ''',
     ],
+    "05_amp": [
+        """
+def smallest_scale(gradient):
+    scale = 1
+    while ((gradient * scale).half() == 0).sum() > (gradient == 0).sum():
+        scale *= 2
+    return scale
+""",
+        """
+def step(loss, parameters, optimizer, scaler, clip):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(parameters, clip)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ],
+    "06_slurm": [
+        """
+def place(environ):
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    if "RANK" not in environ:
+        names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
+    return tuple(int(environ[name]) for name in names)
+""",
+        """
+def options(nodes, gpus, cores):
+    each = [f"--gpus-per-node={gpus}", f"--ntasks-per-node={gpus}", f"--cpus-per-task={cores}"]
+    return [f"--nodes={nodes}", *each]
+""",
+    ],
+    "07_distributed_eval": [
+        """
+def part(n, rank, processes):
+    return list(range(rank, n, processes))
+""",
+        """
+def add_up(errors_of_each_process):
+    sent = [(sum(map(abs, errors)), len(errors)) for errors in errors_of_each_process]
+    return sum(total for total, _ in sent) / sum(count for _, count in sent)
+""",
+    ],
 }

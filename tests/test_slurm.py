@@ -14,6 +14,7 @@ from tests.running import ROOT
 from tests.running import environment
 from tests.running import fork
 from tests.running import free_port
+from tests.running import missing_for_slurm
 from tests.test_faults import alive
 from tests.test_faults import answers
 
@@ -25,21 +26,11 @@ DOUBLE = ("--dtype", "float64", "--epochs", "2")
 ENDLESS = ["--device", "cpu", "--epochs", "100000"]
 
 
-def missing():
-    """Return what a local cluster lacks here; nothing if it can run."""
-    if os.geteuid() != 0:
-        return "the local cluster needs root"
-    programs = ("slurmctld", "slurmd", "srun", "munged")
-    if not all(map(shutil.which, programs)):
-        return "no Slurm here; type: apt-get install slurmctld slurmd slurm-client munge"
-    return ""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def slurm():
-    if missing():
-        assert "REQUIRE_SLURM" not in os.environ, missing()
-        pytest.skip(missing())
+    if missing_for_slurm():
+        assert "REQUIRE_SLURM" not in os.environ, missing_for_slurm()
+        pytest.skip(missing_for_slurm())
 
 
 class Cluster:
