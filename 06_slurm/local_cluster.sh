@@ -12,7 +12,7 @@
 # disturbed.
 set -euo pipefail
 
-folder=${LOCAL_CLUSTER:-/run/local_cluster}
+folder=$(realpath -m -- "${LOCAL_CLUSTER:-/run/local_cluster}")
 export SLURM_CONF=$folder/slurm.conf
 mark="# written by local_cluster.sh"
 port=${LOCAL_CLUSTER_PORT:-16817}
@@ -33,21 +33,35 @@ idle() { # both nodes have reported to the controller
 
 # Wait up to ten seconds until a command succeeds.
 await() {
-  for _ in {1..100}; do
-    if "$@"; then return 0; fi
+  local end=$((SECONDS + 10))
+  until "$@"; do
+    [ $SECONDS -lt $end ] || return 1
     sleep 0.1
   done
-  return 1
 }
 
-# The processes that hold a file in the folder open: its daemons and the starters of its jobs.
+# The processes of Slurm and munge that hold a file in the folder open: its daemons, and the starters
+# of its jobs' tasks. Those of a container on this machine see other files under the same name.
 members() {
-  local fd
-  for fd in /proc/[0-9]*/fd/*; do
-    case $(readlink "$fd" 2>/dev/null) in
-      "$folder"/*) echo "$fd" | cut -d/ -f3 ;;
-    esac
-  done | sort -un
+  local pid
+  for pid in $(find /proc/[0-9]*/fd -lname "$folder/*" 2>/dev/null | cut -d/ -f3 | sort -un); do
+    if [[ $(cat "/proc/$pid/comm" 2>/dev/null) =~ ^(slurm|munged) ]] &&
+      [ "$(readlink "/proc/$pid/ns/mnt")" = "$(readlink /proc/self/ns/mnt)" ]; then
+      echo "$pid"
+    fi
+  done
+}
+
+# The members and all that descends from them, such as the tasks.
+family() {
+  local found more
+  more=$(members)
+  found=$more
+  while [ -n "$more" ]; do
+    more=$(pgrep -d, -P "$(echo "$more" | paste -sd,)" | tr , '\n' || true)
+    found=$(printf '%s\n%s' "$found" "$more")
+  done
+  echo "$found" | sed '/^$/d'
 }
 
 alone() {
@@ -59,15 +73,19 @@ unused() {
 }
 
 stop() {
+  local all
   [ -e "$folder" ] || return 0
+  [ "$(stat -c %u "$folder")" = 0 ] || fail "$folder does not belong to root"
   grep -qx "$mark" "$SLURM_CONF" 2>/dev/null || fail "$folder is not a folder of this script's"
   if runs; then
     squeue --noheader --format=%A | xargs -r scancel --full
     await unused || true
   fi
-  # The controller has nothing left to do. Whoever does not end now is stuck.
-  members | xargs -r kill 2>/dev/null || true
-  await alone || members | xargs -r kill -9 2>/dev/null || true
+  # The daemons have nothing left to do, unless the controller had died before: then there are tasks.
+  all=$(family)
+  echo "$all" | xargs -r kill 2>/dev/null || true
+  await alone || true
+  echo "$all" | xargs -r kill -9 2>/dev/null || true # who has not ended is stuck
   rm -rf "$folder"
 }
 
@@ -81,10 +99,15 @@ start_munge() {
     --socket="$folder/munge/socket" --pid-file="$folder/munge/pid" --log-file="$folder/key/log"
 }
 
-# The whole configuration. A cluster's own has the same lines, one NodeName per kind of machine.
+# The whole configuration. A real cluster's looks like it, with one NodeName per kind of machine, and has
+# control groups, accounting, GPUs (GresTypes=gpu, Gres=gpu:4) and a SlurmUser that is not root besides.
 write_configuration() {
-  local host
+  local host plugin
   host=$(uname -n | cut -d. -f1)
+  # slurmd looks for control groups even if nothing uses them, and on many machines cannot have them.
+  plugin=cgroup/v1
+  [ "$(slurmd -V | sed 's/.* \([0-9]*\)\..*/\1/')" -lt 24 ] || plugin=disabled
+  echo "CgroupPlugin=$plugin" >"$folder/cgroup.conf"
   cat >"$SLURM_CONF" <<EOF
 $mark
 ClusterName=local
@@ -94,9 +117,9 @@ SlurmUser=root
 # who is who; a job whose credential has expired (after 10 s instead of 2 min) can start again
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge/socket,cred_expire=10
-# listen at the addresses given here, not at all that the machine has
+# listen at the address of this machine's name, not at all addresses that the machine has
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-# without systemd there are no control groups: processes are found by their parents
+# Slurm's use of control groups needs systemd; without, processes are found by their parents
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 # jobs share a node as long as each of its CPUs belongs to one of them
@@ -126,19 +149,23 @@ start() {
     command -v "$program" >/dev/null ||
       fail "$program is missing; type: apt-get install slurmctld slurmd slurm-client munge"
   done
-  if runs; then
+  if runs && await idle; then
     echo "it runs already"
   else
     stop # what a crash left
+    [ "$(getent ahostsv4 "$(uname -n)" | awk 'NR == 1 { print $1 }')" = 127.0.0.1 ] ||
+      fail "it would listen beyond the loopback interface; type: echo 127.0.0.1 $(uname -n) >>/etc/hosts"
     for port in "${ports[@]}"; do
       if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then fail "port $port is in use"; fi
     done
+    trap 'give_up interrupted' INT TERM
     install -d -m 755 "$folder" "$folder/state"
     write_configuration
     {
       start_munge && slurmctld && slurmd -N node1 && slurmd -N node2
     } >"$folder/start.log" 2>&1 </dev/null 9<&- || give_up
     await idle || give_up
+    trap - INT TERM
     echo "started"
   fi
   echo "two nodes, node1 and node2; in a shell that shall use them: export SLURM_CONF=$SLURM_CONF"
@@ -147,13 +174,13 @@ start() {
 give_up() {
   tail -n 5 "$folder"/*.log >&2
   stop
-  fail "it did not start; the ends of its logs are above"
+  fail "it did not start (${1:-the ends of its logs are above})"
 }
 
 [ $# = 1 ] || fail "give one of start, status and stop"
 [ "$(id -u)" = 0 ] || fail "it needs root; type: sudo bash $0 $1"
 exec 9<"$(dirname "$folder")"
-flock 9 # two of these at a time would meet; the lock leaves no file
+flock -w 60 9 || fail "another one of these is busy" # two of these at a time would meet; the lock leaves no file
 case $1 in
   start) start ;;
   status) if runs; then sinfo; else echo "it does not run" && exit 1; fi ;;

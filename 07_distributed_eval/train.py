@@ -37,6 +37,8 @@ def read_flags():
     parser.add_argument("--predictions", type=flags.new_file, help="logits")  # [07]
     args = parser.parse_args()
     args.amp = amp[args.amp]
+    if args.predictions and args.predictions == args.evaluate:
+        parser.error("--predictions: this is the file of --evaluate; name another")  # [07]
     if args.amp and args.dtype != torch.float32:
         parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
     if args.sync_bn and args.device.type == "cpu":
@@ -133,11 +135,12 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
 
 
 # ---- 5. evaluation -----------------------------------------------------------------------------
-def in_order(args, data_set, outputs):
-    """Return the logits of all images of `data_set`, in its order, from each process's outputs."""
-    logits = torch.zeros(len(data_set), data_set.classes, dtype=args.dtype, device=args.device)
-    logits[dist.get_rank() :: dist.get_world_size()] = torch.cat([logits[:0], *outputs])
-    dist.all_reduce(logits)  # [07] a row is zero on all processes but the one that has the image
+def in_order(args, part, outputs):
+    """Return on rank 0 the logits of the whole set, in its order; `outputs` are those of `part`."""
+    whole = part.dataset
+    logits = torch.zeros(len(whole), whole.classes, dtype=args.dtype, device=args.device)
+    logits[list(part.indices)] = torch.cat([logits[:0], *outputs])  # a part may be empty
+    dist.reduce(logits, dst=0)  # [07] a row is zero on all processes but the one that has the image
     return logits
 
 
@@ -159,7 +162,7 @@ def evaluate(args, model, loader):
             outputs.append(output)
     dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
     if args.predictions:
-        logits = in_order(args, loader.dataset.dataset, outputs)
+        logits = in_order(args, loader.dataset, outputs)
         if is_main():
             checkpoint.save(logits.cpu(), args.predictions)
     return meter.averages()

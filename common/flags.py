@@ -46,7 +46,7 @@ def nth_device(args, n):
     gpus = torch.cuda.device_count()
     if n >= gpus:
         stop(f"--device cuda: process {n + 1} of this machine has no GPU, for {gpus} are visible;"
-             " start one process per GPU")  # fmt: skip
+             " start one process per GPU, and let each see all of its machine")  # fmt: skip
     return torch.device("cuda", n)
 
 

@@ -1,6 +1,7 @@
 """How the tests run a stage: by its own command, or in a fork of a process that has torch."""
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -17,9 +18,11 @@ from types import SimpleNamespace
 
 from tools.stages import ROOT
 from tools.stages import command
+from tools.stages import launcher
 
 import psutil
 import torch
+from torch import multiprocessing as mp
 
 ANSWER = 20  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
@@ -46,6 +49,9 @@ def missing_for_slurm():
         return "the local cluster needs root"
     if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munged"))):
         return "no Slurm here; type: apt-get install slurmctld slurmd slurm-client munge"
+    name = os.uname().nodename
+    if socket.gethostbyname(name) != "127.0.0.1":
+        return f"Slurm would not stay on loopback; type: echo 127.0.0.1 {name} >>/etc/hosts"
     return ""
 
 
@@ -139,6 +145,22 @@ def in_fork(script, arguments, folder, variables, prepare):
     runpy.run_path(str(script), run_name="__main__")
 
 
+def as_child(function, rank, *arguments):
+    """Be one of the processes of `spawn_by_fork`, whose parent has imported `attached`."""
+    sys.modules["common.attached"].PARENT = os.getppid()
+    function(rank, *arguments)
+
+
+def spawn_by_fork():
+    """Have mp.spawn fork its processes, which saves their imports; to be given as `prepare`."""
+
+    def spawn(function, arguments, nprocs, join):
+        child = functools.partial(as_child, function)
+        return mp.start_processes(child, arguments, nprocs, join, start_method="fork")
+
+    mp.spawn = spawn
+
+
 def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
     """Start a script in a fork of a process that has torch imported, which saves those seconds.
 
@@ -167,10 +189,13 @@ def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
 
 
 def fork_ranks(stage, processes, flags, folder, **options):
-    """Start a stage that reads a launcher's variables: so many forks, with the variables set.
+    """Start a stage on so many processes, forked: with a launcher's variables, or by its own spawn.
 
-    Returns the functions that wait for their ends, rank 0 first.
+    Returns the functions that wait for their ends, rank 0 first; of a spawning stage its parent's.
     """
+    if launcher(stage) == "python":
+        flags = ["--nproc", str(processes), *flags]
+        return [fork(ROOT / stage / "train.py", flags, folder, spawn_by_fork, **options)]
     variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = free_port()
     ends = []
@@ -185,6 +210,6 @@ def train_in_forks(stage, processes, flags, folder):
     out = Path(folder) / "out"
     ends = fork_ranks(stage, processes, [*flags, "--out", str(out)], folder)
     done = [end() for end in ends]
-    assert [one.returncode for one in done] == [0] * processes, done
+    assert [one.returncode for one in done] == [0] * len(ends), done
     assert not any(one.stdout for one in done[1:])
     return with_results(done[0], out)

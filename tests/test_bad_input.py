@@ -7,6 +7,7 @@ from tests.running import ANSWER
 from tests.running import fork
 from tests.running import free_port
 from tests.running import run
+from tests.running import spawn_by_fork
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
@@ -75,7 +76,8 @@ def test_one_line_and_code_2(stage, what, files, tmp_path, device):
     before = sorted(files.rglob("*"))
     variables = {**ENV, "MASTER_PORT": free_port()}
     script = ROOT / stage / "train.py"
-    done = fork(script, [*flags, "--device", device], tmp_path, seconds=ANSWER, **variables)()
+    options = {"prepare": spawn_by_fork, "seconds": ANSWER, **variables}
+    done = fork(script, [*flags, "--device", device], tmp_path, **options)()
     assert_one_line(done, named)
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()

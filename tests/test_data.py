@@ -191,6 +191,7 @@ def use_mirror(url):
 @pytest.mark.parametrize("stage", [s for s in stages() if launcher(s) == "torchrun"])
 def test_three_ranks_download_once(stage, tmp_path):
     """The files come from a server on this machine, which counts what it is asked for."""
+    Counter.asked.clear()
     (tmp_path / "site").mkdir()
     for name, content in fashion_files().items():
         (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress(content))

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from common import lesson
 from tests.running import ROOT
@@ -37,17 +38,21 @@ def printed(cell):
     return re.sub(r"\x1b\[\d+m", "", text)
 
 
-@pytest.fixture
-def clean_copy(tmp_path):
-    """A copy of the files that git knows or would add, and nothing else."""
+def copy_of_the_files(folder):
+    """Copy the files that git knows or would add, and nothing else; return the copy's folder."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    copy = tmp_path / "copy"
+    copy = folder / "copy"
     for name in filter(None, names.split("\0")):
         if (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     return copy
+
+
+@pytest.fixture
+def clean_copy(tmp_path):
+    return copy_of_the_files(tmp_path)
 
 
 def files(folder):
@@ -79,23 +84,50 @@ def test_every_stage_has_one_notebook():
     assert notebooks.notebooks() == [path(stage) for stage in STAGES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_notebook_runs_alone_in_a_clean_copy(stage, clean_copy):
-    before = files(clean_copy)
-    without = stage == "06_slurm" and missing_for_slurm()
-    done = nbval(clean_copy / stage / f"{stage}.ipynb", compare=not without)
+def run_in_copy(stage, copy, without_slurm):
+    """Run a stage's notebook in a clean copy; return nbval's answer and the files left behind."""
+    if without_slurm:
+        script = copy / "06_slurm/local_cluster.sh"
+        script.write_text(f"echo no cluster >&2; exit 2\n{script.read_text()}")
+    before = files(copy)
+    done = nbval(copy / stage / f"{stage}.ipynb", compare=not without_slurm)
+    return done, files(copy) - before
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Start all the notebooks, two at a time: one alone leaves a core idle now and then.
+
+    Returns the future of each run, by (stage, whether it has to do without Slurm).
+    """
+    wanted = [(stage, False) for stage in STAGES if stage != "06_slurm" or not missing_for_slurm()]
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            (stage, without): pool.submit(
+                run_in_copy, stage, copy_of_the_files(tmp_path_factory.mktemp(stage)), without
+            )
+            for stage, without in [*wanted, ("06_slurm", True)]
+        }
+
+
+def assert_it_ran(stage, run):
+    done, left = run.result()
     cells = len(code_cells(stage))
     assert re.search(rf"^{cells} passed", done.stdout, re.MULTILINE), done.stdout[-5000:]
-    assert files(clean_copy) == before
+    assert not left
 
 
 @pytest.mark.slow
-def test_the_slurm_notebook_runs_without_a_cluster(clean_copy):
-    script = clean_copy / "06_slurm/local_cluster.sh"
-    script.write_text(f"echo no cluster >&2; exit 2\n: '{script.read_text()}'\n")
-    done = nbval(clean_copy / "06_slurm/06_slurm.ipynb", compare=False)
-    assert re.search(rf"^{len(code_cells('06_slurm'))} passed", done.stdout, re.MULTILINE)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_notebook_runs_alone_in_a_clean_copy(stage, runs):
+    if (stage, False) not in runs:
+        pytest.skip(missing_for_slurm())
+    assert_it_ran(stage, runs[stage, False])
+
+
+@pytest.mark.slow
+def test_the_slurm_notebook_runs_without_a_cluster(runs):
+    assert_it_ran("06_slurm", runs["06_slurm", True])
 
 
 @pytest.mark.slow

@@ -6,11 +6,9 @@ from common.lesson import difference
 from tests.running import free_port
 from tests.running import run
 from tests.running import started
-from tests.running import train
 from tests.running import train_in_forks
 from tools.stages import ROOT
 from tools.stages import command
-from tools.stages import launcher
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -35,8 +33,7 @@ def test_dataparallel_equals_one_gpu(trained):
 
 
 def test_any_number_of_processes_equals_one_gpu(trained, device, launched, processes):
-    how = train_in_forks if launcher(launched) == "torchrun" else train
-    done = trained(launched, processes, *DOUBLE, how=how)
+    done = trained(launched, processes, *DOUBLE, how=train_in_forks)
     assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
     assert_same(trained("01_single_gpu", 1, *DOUBLE), done)
 

@@ -280,7 +280,7 @@ def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
 
 
 def test_a_cluster_without_slurm_names_the_packages(tmp_path):
-    for program in ("bash", "id", "dirname", "flock"):
+    for program in ("bash", "id", "dirname", "flock", "realpath"):
         (tmp_path / program).symlink_to(shutil.which(program))
     one = Cluster(tmp_path / "none")
     one.variables["PATH"] = str(tmp_path)
