@@ -1,6 +1,5 @@
-"""[05] Train in mixed precision: autocast, loss scaling and gradient clipping.
+"""[05] Train in mixed precision, with --amp bf16 or fp16: autocast, loss scaling, clipping.
 
-python 05_amp/train.py --nproc=2 --amp=bf16
 python 05_amp/train.py --nproc=2
 """
 

@@ -34,7 +34,7 @@ def read_flags():
     amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
     parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
-    parser.add_argument("--predictions", type=flags.new_file, help="logits")  # [07]
+    parser.add_argument("--predictions", type=flags.new_file, help="write the logits here")  # [07]
     args = parser.parse_args()
     args.amp = amp[args.amp]
     if args.predictions and args.predictions == args.evaluate:

@@ -18,7 +18,7 @@ def shown_commands(stage):
     """Return the commands in the docstring of a stage's script.
 
     The first is the one to show: it is the stage's lesson. The last is the plain one, which runs on
-    any machine and trains in full precision, as the stages are compared. Mostly they are the same.
+    any machine. Mostly they are the same.
     """
     tree = ast.parse((ROOT / stage / "train.py").read_text())
     _, _, commands = ast.get_docstring(tree).partition("\n\n")
