@@ -29,7 +29,7 @@ demo: $(INSTALLED)
 	$(PY) tools/demo.py
 
 test: $(INSTALLED)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -4,6 +4,7 @@ python 05_amp/train.py --nproc=2
 """
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -113,19 +114,17 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
         if not loss.isfinite():  # [05] otherwise it spoils every weight, on every rank
-            raise FloatingPointError(f"rank {dist.get_rank()}, step {step}: the loss is {loss}")
+            raise FloatingPointError(f"rank {dist.get_rank()}, step {step}: loss {loss}")
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
         scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
-        if args.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # [05] the scaler did not skip the step
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
+        if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
+            scaler.step(optimizer)
             scheduler.step()
         else:
-            log(f"step {step}: skipped, loss scale now {scaler.get_scale():g}")
+            log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+        scaler.update()
         meter.update(loss, output, target)
     dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
     return meter.averages()

@@ -11,6 +11,7 @@ from common.flags import stop
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 from torch.utils.data import default_collate
 from torchvision import datasets
@@ -33,11 +34,16 @@ def normaliser(name):
     return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
+def seed_of(*key):
+    """Return a seed, 0 to 2**32 - 1, made of whole numbers: other numbers, another stream."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
 @contextmanager
 def seeded(*key):
     """Draw from torch's CPU generator as if it were seeded with the numbers of `key`."""
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+    torch.default_generator.manual_seed(seed_of(*key))
     try:
         yield
     finally:
@@ -106,6 +112,22 @@ def loader_options(args):
         "pin_memory": args.device.type
         == "cuda",  # only from pinned memory does a copy overlap the GPU
     }
+
+
+def after(loader, batches):
+    """Return a loader of what is left of its epoch after so many batches, none of them read."""
+    if batches == 0:
+        return loader
+    left = list(loader.sampler)[batches * loader.batch_size :]
+    return DataLoader(
+        loader.dataset,
+        loader.batch_size,
+        sampler=left,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+    )
 
 
 def digits():

@@ -1,0 +1,126 @@
+"""Snapshots: all that the rest of a run depends on, in files that are whole or not there."""
+
+import signal
+import sys
+import zipfile
+from pathlib import Path
+
+from common import checkpoint
+from common.flags import stop
+
+# The flags that decide what the weights become. A run goes on from snapshots of the same ones only.
+DECISIVE = (
+    "data", "image_size", "images", "arch", "pretrained", "epochs", "batch_size", "lr",
+    "weight_decay", "seed", "dtype", "amp", "clip_grad", "sync_bn",
+)  # fmt: skip
+PARTS = ("model", "optimizer", "scheduler", "scaler")
+
+
+def watch(*names):
+    """Note these signals from now on instead of ending; return the list of those that have come.
+
+    names: such as "SIGTERM". The list holds their numbers. Launchers may send a signal to a process
+    twice, in the middle of the first call: appending to a list is safe then.
+    """
+    came = []
+    for name in names:
+        signal.signal(getattr(signal, name), lambda number, frame: came.append(number))
+    return came
+
+
+def decisive(args):
+    """Return the flags that decide what the weights become, as text: {"--lr": "0.05", ...}."""
+    return {f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in DECISIVE}
+
+
+def paths(folder):
+    """Return the paths of the snapshots in `folder`, the newest first."""
+    return sorted(Path(folder).glob("step-*.pt"), reverse=True)
+
+
+def read(path):
+    """Return what a snapshot holds. Raises ValueError if it is damaged, or some other file."""
+    state = checkpoint.load(path)
+    with zipfile.ZipFile(path) as file:
+        if file.testzip():  # compares checksums; torch.load takes a changed byte as it is
+            raise ValueError(f"{path} is damaged")
+    if not isinstance(state, dict) or not {"flags", "step", "sums", *PARTS} <= state.keys():
+        raise ValueError(f"{path} is no snapshot")
+    return state
+
+
+def newest(args):
+    """Return the newest snapshot in --snapshots, its tensors on the CPU; None where there is none.
+
+    One that cannot be read is passed over, with a line on standard error. If that is true of all
+    of them, or if they are those of a run with other flags, return what is wrong, as text.
+    """
+    found = paths(args.snapshots) if args.snapshots else []
+    for path in found:
+        try:
+            state = read(path)
+        except ValueError:
+            sys.stderr.write(f"{path} is damaged or no snapshot, and passed over\n")
+            continue
+        for flag, value in decisive(args).items():
+            if value != state["flags"].get(flag):
+                was = state["flags"].get(flag)
+                return f"{path} is of a run with {flag} {was}, not {value}; name another folder"
+        print(f"goes on after step {state['step']}, from {path}", flush=True)
+        return state
+    return f"{args.snapshots} holds no snapshot that can be read; name another" if found else None
+
+
+class Snapshots:
+    """Where a run goes on, and where it keeps what it needs to go on another time.
+
+    step: how many steps were taken before, 0 where a run begins; sums: float64 [processes, 4], what
+    the Meter of each process held then; skipped: how many steps were skipped last, in a row.
+    """
+
+    def __init__(self, args, state, *parts):
+        """Load what `newest` returned into `parts`: model, optimizer, scheduler and scaler.
+
+        If that is text, saying what is wrong, the program ends with it, on every process alike.
+        """
+        if isinstance(state, str):
+            stop(f"--snapshots: {state}")
+        self.folder = args.snapshots
+        self.flags = decisive(args)
+        self.parts = dict(zip(PARTS, parts, strict=True))
+        self.step = state["step"] if state else 0
+        self.skipped = state["skipped"] if state else 0
+        self.sums = state["sums"].to(args.device) if state else None
+        for name, part in self.parts.items() if state else ():
+            part.load_state_dict(state[name])
+
+    def epoch(self, steps):
+        """Return the epoch to go on with, if it has so many steps. Its steps may all be done."""
+        return max(self.step - 1, 0) // steps + 1
+
+    def save(self, step, sums):
+        """Write the snapshot of a step, and keep the one before. Without --snapshots, do nothing.
+
+        If it cannot be written, what is there stays as it is, and a line on standard error says so.
+        """
+        if self.folder is None:
+            return
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"flags": self.flags, "step": step, "skipped": self.skipped, "sums": sums}
+        path = self.folder / f"step-{step:09}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(state, path)
+        except (OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            sys.stderr.write(f"step {step}: no snapshot written ({reason}); {self.last()}\n")
+            return
+        # Those after this step could not be read: a run goes on from the newest that can be.
+        before = [old for old in paths(self.folder) if old < path]
+        for old in {*paths(self.folder), *self.folder.glob(".step-*.tmp")} - {path, *before[:1]}:
+            old.unlink()
+
+    def last(self):
+        """Say which snapshot is the newest."""
+        found = paths(self.folder) if self.folder else []
+        return f"the last snapshot is {found[0]}" if found else "there is no snapshot"
