@@ -28,7 +28,7 @@ runs() {
 }
 
 idle() { # both nodes have reported to the controller
-  [ "$(sinfo --noheader --responding --Node --states=idle,alloc,mix --format=%N 2>/dev/null | wc -l)" = 2 ]
+  [ "$(sinfo --noheader --responding --Node --states=idle,alloc,mix --format=%N 2>/dev/null | sort -u | wc -l)" = 2 ]
 }
 
 # Wait up to ten seconds until a command succeeds.
@@ -130,6 +130,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 # seconds between SIGTERM and SIGKILL
 KillWait=5
+# look every two seconds, not every minute, for jobs that may start
+SchedulerParameters=sched_interval=2
 MailProg=/bin/true
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool-%n
@@ -140,6 +142,11 @@ SlurmdLogFile=$folder/slurmd-%n.log
 # two nodes, both of them this machine; their names resolve nowhere
 NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+# a job in this one (sbatch --partition=urgent) takes the nodes away from those in the other, which are
+# queued again
+PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 EOF
 }
 

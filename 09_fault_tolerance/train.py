@@ -151,11 +151,9 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
             scheduler.step()
             args.snapshots.skipped = 0
         else:
-            args.snapshots.skipped += scaler.get_scale() <= 1  # [09] a larger one may be the cause
+            args.snapshots.skip(step, scaler.get_scale())  # [09] the fifth in a row ends the run
             log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
         scaler.update()
-        if args.snapshots.skipped == 5:
-            raise FloatingPointError(f"step {step}: 5 in a row skipped; {args.snapshots.last()}")
         told = torch.tensor(max(args.signals, default=0), device=args.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)  # [09] otherwise they stop at different steps
         if told or step % args.snapshot_every == 0 or step % len(loader) == 0:
@@ -220,6 +218,7 @@ def run(args):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
     wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
+    snapshots.rehearse(args, wrapped, train_loader)  # [09] DDP's buckets depend on the first step
     found = [snapshots.newest(args) if is_main() else None]
     dist.broadcast_object_list(found)  # [09] rank 0 decides, so that all go on from the same step
     args.snapshots = snapshots.Snapshots(args, *found, model, optimizer, scheduler, scaler)

@@ -15,9 +15,12 @@ def write_atomically(path, write):
     """Call `write(file)` on a temporary file beside `path`, then put it in the place of `path`.
 
     Whoever is killed in the middle, or finds the disk full, leaves the old file as it was. The
-    data is on the disk (fsync) before the name changes, and so is the new name afterwards.
+    data is on the disk (fsync) before the name changes, and so is the new name afterwards. What a
+    process that was killed left of an earlier attempt is removed.
     """
     path = Path(path)
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        left.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -140,3 +140,38 @@ def all_reduce_and_its_relatives():
             colour = "tab:green" if value else "tab:gray"
             box(axis, 1, y, value or "\u2013", colour)
     plt.show()
+
+
+def one_step_in_parts():
+    """Draw an optimizer step of two processes, each with its share of the batch in three parts."""
+    axis = canvas(2.4, (-1.1, 10.3), (-0.6, 2.2))
+    for rank, y in ((0, 1.5), (1, 0)):
+        axis.text(-0.3, y, f"rank {rank}", ha="right", va="center", weight="bold")
+        for part in range(3):
+            box(axis, 0.5 + 2.3 * part, y, f"part {part + 1}\nforward,\nbackward")
+            if part:
+                axis.text(2.3 * part - 0.65, y, "+", ha="center", va="center", size=14)
+        box(axis, 9.3, y, "optimizer\nstep", "tab:orange")
+        arrow(axis, (5.9, y), (8.5, y))
+    arrow(axis, (6.9, 0.1), (6.9, 1.4), "tab:red", "<->")
+    axis.text(7, 0.75, "one all-reduce", color="tab:red", va="center")
+    plt.show()
+
+
+def killed_and_started_again():
+    """Draw a run that is killed between two snapshots, and the one that goes on from the last."""
+    axis = canvas(2.4, (-1.4, 10.5), (-0.9, 2))
+    for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 4, 10)):
+        axis.text(-0.2, y, name, ha="right", va="center", weight="bold")
+        arrow(axis, (start, y), (end, y))
+    for x, y in ((2, 1.3), (4, 1.3), (6, 1.3), (6, 0), (8, 0)):
+        axis.plot(x, y, "o", color="tab:green", ms=12)
+    axis.plot(6, 1.3, "o", color="white", mec="tab:red", ms=12)
+    axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
+    axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
+    axis.text(4, 1.62, "whole", color="tab:green", ha="center")
+    axis.text(6, 1.62, "damaged", color="tab:red", ha="center")
+    arrow(axis, (4, 1.1), (4, 0.1), "tab:green")
+    axis.text(3.9, 0.6, "goes on from here", color="tab:green", ha="right", va="center")
+    axis.text(5.5, -0.55, "the steps since then once more, on the same images", ha="center")
+    plt.show()

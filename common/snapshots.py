@@ -28,6 +28,18 @@ def watch(*names):
     return came
 
 
+def rehearse(args, model, loader):
+    """Pass an image forward and backward through a wrapped model, which leaves no trace in it.
+
+    After its first backward pass a wrapper may arrange its buffers anew. Where the gradients lie in
+    them decides in which order three or more processes add them up, and so their last bits. With
+    this it has done so before the first step, in a run that begins and in one that goes on.
+    """
+    image = loader.dataset[0][0][None].to(args.device, args.dtype)
+    model.eval()(image).sum().backward()
+    model.zero_grad()
+
+
 def decisive(args):
     """Return the flags that decide what the weights become, as text: {"--lr": "0.05", ...}."""
     return {f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in DECISIVE}
@@ -40,12 +52,17 @@ def paths(folder):
 
 def read(path):
     """Return what a snapshot holds. Raises ValueError if it is damaged, or some other file."""
-    state = checkpoint.load(path)
-    with zipfile.ZipFile(path) as file:
-        if file.testzip():  # compares checksums; torch.load takes a changed byte as it is
-            raise ValueError(f"{path} is damaged")
-    if not isinstance(state, dict) or not {"flags", "step", "sums", *PARTS} <= state.keys():
-        raise ValueError(f"{path} is no snapshot")
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # torch.load takes a changed byte as it is
+        state = checkpoint.load(path) if whole else None
+    except Exception as error:  # what a changed byte raises: KeyError, NotImplementedError and more
+        raise ValueError(f"{path} is damaged") from error
+    if (
+        not isinstance(state, dict)
+        or not {"flags", "step", "skipped", "sums", *PARTS} <= state.keys()
+    ):
+        raise ValueError(f"{path} is damaged, or no snapshot")
     return state
 
 
@@ -66,7 +83,7 @@ def newest(args):
             if value != state["flags"].get(flag):
                 was = state["flags"].get(flag)
                 return f"{path} is of a run with {flag} {was}, not {value}; name another folder"
-        print(f"goes on after step {state['step']}, from {path}", flush=True)
+        print(f"goes on after step {state['step']}", flush=True)
         return state
     return f"{args.snapshots} holds no snapshot that can be read; name another" if found else None
 
@@ -97,6 +114,16 @@ class Snapshots:
     def epoch(self, steps):
         """Return the epoch to go on with, if it has so many steps. Its steps may all be done."""
         return max(self.step - 1, 0) // steps + 1
+
+    def skip(self, step, scale):
+        """Count a step that was not taken; raise FloatingPointError at the fifth in a row.
+
+        As long as the loss scale is above 1, it may be the cause and is going to be lowered: such a
+        step does not count. Without a scaler the scale is 1.
+        """
+        self.skipped += scale <= 1
+        if self.skipped == 5:
+            raise FloatingPointError(f"step {step}: 5 in a row skipped; {self.last()}")
 
     def save(self, step, sums):
         """Write the snapshot of a step, and keep the one before. Without --snapshots, do nothing.

@@ -1,5 +1,8 @@
 """The option --device, and runs that several tests look at."""
 
+import re
+from types import SimpleNamespace
+
 from tests.running import train
 from tools.stages import takes_processes
 
@@ -13,6 +16,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs notebooks; `make check` leaves these out")
+    config.addinivalue_line("markers", "fault(...): a row of docs/faults.md, see tools/faults.py")
     config.addinivalue_line("markers", "long: takes half an hour; only `make exits` runs it")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
@@ -30,6 +34,26 @@ def pytest_generate_tests(metafunc):
         device = metafunc.config.getoption("--device")
         pairs = [(s, n) for s in stages() if takes_processes(s) for n in counts(device)]
         metafunc.parametrize("launched, processes", pairs)
+
+
+@pytest.fixture
+def fault(request):
+    """Return what the test's mark `fault` says, for the test to hold the run to it.
+
+    Besides the mark's own arguments: `assert_seen(screen)` asserts that the screen shows what it
+    has `in this type`, where `...` stands for anything.
+    """
+    said = SimpleNamespace(**request.node.get_closest_marker("fault").kwargs)
+
+    def assert_seen(screen):
+        literals = re.findall("`([^`]+)`", said.sees)
+        assert literals
+        for literal in literals:
+            pattern = ".*".join(map(re.escape, literal.split("...")))
+            assert re.search(pattern, screen, re.IGNORECASE), f"{literal}\n{screen}"
+
+    said.assert_seen = assert_seen
+    return said
 
 
 @pytest.fixture(scope="session")

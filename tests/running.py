@@ -164,8 +164,8 @@ def spawn_by_fork():
 def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
     """Start a script in a fork of a process that has torch imported, which saves those seconds.
 
-    Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`.
-    prepare: a picklable function that the fork calls first.
+    Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`; its
+    attribute `process` is the fork. prepare: a picklable function that the fork calls first.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     arguments = (script, arguments, folder, variables, prepare)
@@ -185,30 +185,32 @@ def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
             stderr=(Path(folder) / "stderr").read_text(),
         )
 
+    finish.process = process
     return finish
 
 
-def fork_ranks(stage, processes, flags, folder, **options):
+def fork_ranks(stage, processes, flags, folder, root=ROOT, **options):
     """Start a stage on so many processes, forked: with a launcher's variables, or by its own spawn.
 
     Returns the functions that wait for their ends, rank 0 first; of a spawning stage its parent's.
     """
     if launcher(stage) == "python":
         flags = ["--nproc", str(processes), *flags]
-        return [fork(ROOT / stage / "train.py", flags, folder, spawn_by_fork, **options)]
+        return [fork(root / stage / "train.py", flags, folder, spawn_by_fork, **options)]
     variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = free_port()
     ends = []
     for rank in map(str, range(processes)):
         place = {**variables, "RANK": rank, "LOCAL_RANK": rank, **options}
-        ends.append(fork(ROOT / stage / "train.py", flags, Path(folder) / rank, **place))
+        ends.append(fork(root / stage / "train.py", flags, Path(folder) / rank, **place))
     return ends
 
 
 def train_in_forks(stage, processes, flags, folder):
     """Do as `train` does, in forks instead of by the stage's command, which saves the imports."""
     out = Path(folder) / "out"
-    ends = fork_ranks(stage, processes, [*flags, "--out", str(out)], folder)
+    flags = [*flags, "--out", str(out)]
+    ends = fork_ranks(stage, processes, flags, folder, seconds=180)  # bf16 is slow on CPUs
     done = [end() for end in ends]
     assert [one.returncode for one in done] == [0] * len(ends), done
     assert not any(one.stdout for one in done[1:])

@@ -64,9 +64,17 @@ def assert_one_line(done, named, code=2):
     assert named in lines[0]
 
 
+@pytest.mark.fault(
+    stages="01 to 09",
+    what="a flag is wrong, a file or a folder missing, truncated or of another kind",
+    sees="one line that names the flag, `train.py: error: --...`; exit code 2 (under torchrun the"
+    " line of every rank that sees it, and torchrun's exit code 1)",
+    seconds=20,
+    lost="nothing; no file is touched",
+)
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_line_and_code_2(stage, what, files, tmp_path, device):
+def test_one_line_and_code_2(stage, what, files, tmp_path, device, fault):
     """The scripts themselves, each in a single process: stage 03 with the variables of torchrun."""
     flags, named = WRONG[what]
     flags = [flag.format(tmp=files) for flag in flags]
@@ -77,9 +85,10 @@ def test_one_line_and_code_2(stage, what, files, tmp_path, device):
     before = sorted(files.rglob("*"))
     variables = {**ENV, "MASTER_PORT": free_port()}
     script = ROOT / stage / "train.py"
-    options = {"prepare": spawn_by_fork, "seconds": ANSWER, **variables}
+    options = {"prepare": spawn_by_fork, "seconds": fault.seconds, **variables}
     done = fork(script, [*flags, "--device", device], tmp_path, **options)()
     assert_one_line(done, named)
+    fault.assert_seen(done.stderr)
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
     assert sorted(files.rglob("*")) == before
@@ -97,6 +106,15 @@ LAUNCHED = [stage for stage in STAGES if takes_processes(stage)]
 BY_VARIABLES = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
 
 
+@pytest.mark.fault(
+    stages="03, 06 to 09",
+    what="a launcher's variables are missing or contradict each other; a launched stage is started"
+    " with plain python",
+    sees="one line, `train.py: error: ...`, which names the variable and, if it is missing, the"
+    " command that sets it; exit code 2",
+    seconds=20,
+    lost="nothing",
+)
 @pytest.mark.parametrize("stage", BY_VARIABLES)
 @pytest.mark.parametrize(
     "variables, named",
@@ -110,22 +128,31 @@ BY_VARIABLES = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
         ({"MASTER_ADDR": None}, "MASTER_ADDR"),
     ],
 )
-def test_a_launchers_variables(stage, variables, named, tmp_path):
+def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
     merged = {**ENV, "MASTER_PORT": "1", **variables}
     merged = {name: value for name, value in merged.items() if value is not None}
-    done = fork(ROOT / stage / "train.py", [], tmp_path, seconds=ANSWER, **merged)()
+    done = fork(ROOT / stage / "train.py", [], tmp_path, seconds=fault.seconds, **merged)()
     assert_one_line(done, named)
+    fault.assert_seen(done.stderr)
     if "is not set" in named:
         assert "torchrun --standalone" in done.stderr
 
 
+@pytest.mark.fault(
+    stages="03, 06 to 09",
+    what="another program listens at the port that a launcher chose",
+    sees="`check MASTER_ADDR, MASTER_PORT: ... in use`; exit code 2",
+    seconds=20,
+    lost="nothing",
+)
 @pytest.mark.parametrize("stage", BY_VARIABLES)
-def test_a_port_in_use(stage, tmp_path):
+def test_a_port_in_use(stage, tmp_path, fault):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         variables = {**ENV, "MASTER_PORT": str(taken.getsockname()[1])}
-        done = fork(ROOT / stage / "train.py", [], tmp_path, seconds=ANSWER, **variables)()
+        script = ROOT / stage / "train.py"
+        done = fork(script, [], tmp_path, seconds=fault.seconds, **variables)()
     assert_one_line(done, "MASTER_PORT")
-    assert "in use" in done.stderr
+    fault.assert_seen(done.stderr)
 
 
 @pytest.mark.parametrize("stage", launches())

@@ -15,6 +15,7 @@ from tests.running import environment
 from tests.running import fork
 from tests.running import free_port
 from tests.running import missing_for_slurm
+from tests.running import train_in_forks
 from tests.test_faults import alive
 from tests.test_faults import answers
 
@@ -66,10 +67,10 @@ class Cluster:
                 found.append(process)
         return found
 
-    def submit(self, name, *flags, options=(), cwd, **variables):
-        """Submit a job file from the folder `cwd`; return the job's number and its log."""
+    def submit(self, name, *flags, options=(), cwd, stage=STAGE, **variables):
+        """Submit a stage's job file from the folder `cwd`; return the job's number and its log."""
         self.variables.update(variables)
-        words = ["sbatch", "--parsable", *options, STAGE / name, *map(str, flags)]
+        words = ["sbatch", "--parsable", *options, stage / name, *map(str, flags)]
         number = self.call(*words, cwd=cwd).stdout.strip()
         for variable in variables:
             del self.variables[variable]
@@ -161,20 +162,34 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
         assert difference(tmp_path / name / "last.pt", reference.weights) <= 1e-10
 
 
+@pytest.mark.fault(
+    stages="06 to 08",
+    what="a rank of a job is killed",
+    sees="the job's state FAILED, and which task it was, in its log: `srun: error: ... task`",
+    seconds=45,
+    lost="the run",
+)
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
-def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path):
+def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     job = cluster.submit(name, *ENDLESS, cwd=tmp_path)
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
     assert sorted(ranks) == ["0", "1", "2", "3"]
     ranks["3"].kill()
-    assert cluster.wait(job, "FAILED", "COMPLETED", seconds=45) == "FAILED"
-    assert re.search(r"Killed|SIGKILL|Signal 9", job.log.read_text())
+    assert cluster.wait(job, "FAILED", "COMPLETED", seconds=fault.seconds) == "FAILED"
+    fault.assert_seen(job.log.read_text())
     assert_gone(ranks.values())
 
 
+@pytest.mark.fault(
+    stages="06 to 09",
+    what="a job is cancelled with scancel",
+    sees="the job's state CANCELLED and, in its log, `CANCELLED`; no process and no port is left",
+    seconds=30,
+    lost="the run; with stage 09 nothing, it can go on from a snapshot",
+)
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
-def test_scancel_leaves_nothing_behind(name, cluster, tmp_path):
+def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = ROOT / "07_distributed_eval/train.py"
     job = cluster.submit(name, *ENDLESS, cwd=tmp_path, SCRIPT=str(script))
@@ -182,13 +197,21 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path):
     ranks = cluster.ranks(job)
     assert len(ranks) == 4 and all(str(script) in rank.cmdline() for rank in ranks.values())
     cluster.call("scancel", job.number)
-    assert cluster.wait(job, "CANCELLED", seconds=30) == "CANCELLED"
+    assert cluster.wait(job, "CANCELLED", seconds=fault.seconds) == "CANCELLED"
     assert_gone(ranks.values())
+    fault.assert_seen(job.log.read_text())
     assert cluster.call("squeue", "--noheader").stdout == ""
     assert not answers(10000 + int(job.number) % 20000)  # rank 0's port
 
 
-def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path):
+@pytest.mark.fault(
+    stages="06 to 08",
+    what="a job's time is nearly over",
+    sees="`the time is nearly over` in its log; it is queued again, once, and begins anew",
+    seconds=60,
+    lost="the run so far",
+)
+def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault):
     """Slurm's signal, sent by hand; the job trains from the start, once more and not for ever."""
     job = cluster.submit("job.sbatch", *ENDLESS[:2], "--epochs", 40, cwd=tmp_path)
     cluster.wait_for(job, "epoch 2: ")
@@ -197,8 +220,9 @@ def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path):
     cluster.wait_for(job, "the time is nearly over")
     cluster.wait(job, "PENDING")
     assert_gone(ranks.values())
-    cluster.wait(job, "RUNNING")
+    cluster.wait(job, "RUNNING", seconds=fault.seconds)
     log = job.log.read_text()
+    fault.assert_seen(log)
     end = time.monotonic() + 60
     while job.log.read_text().count("epoch 1: ") < 2:
         assert time.monotonic() < end, log
@@ -206,6 +230,91 @@ def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path):
     assert cluster.show(job)["Restarts"] == "1"
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)
     assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
+
+
+def steps_of(job, cwd):
+    """Return the steps of the snapshots that a job has written."""
+    return [int(path.stem[5:]) for path in sorted(Path(cwd, f"snapshots-{job.number}").glob("*"))]
+
+
+@pytest.mark.fault(
+    stages="09",
+    what="a job is preempted by a more urgent one, or its time is nearly over",
+    sees="it is queued again by itself, and its log says `DUE TO PREEMPTION` or `the time "
+    "is nearly over`, and `goes on after step` when it runs again",
+    seconds=120,
+    lost="nothing",
+)
+def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
+    """Both happen to the same job, which is long enough; no bit of its weights knows of it."""
+    flags = ["--epochs", "12"]
+    reference = trained("09_fault_tolerance", 4, *flags, how=train_in_forks)
+    never = ["--snapshot-every", "1000000", "--device", "cpu", "--out", tmp_path / "out"]
+    job = cluster.submit(
+        "job.sbatch", *flags, *never, cwd=tmp_path, stage=ROOT / "09_fault_tolerance"
+    )
+    cluster.wait_for(job, "epoch 2: ")
+    ranks = cluster.ranks(job)
+    words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    cluster.call(*words, "--output=/dev/null", "--wrap=sleep 2", cwd=tmp_path)
+    cluster.wait(job, "PENDING")
+    assert_gone(ranks.values())
+    first = steps_of(job, tmp_path)[-1]
+    cluster.wait_for(job, f"goes on after step {first}\n", seconds=fault.seconds)
+    cluster.wait_for(job, f"epoch {first // 25 + 2}: ")
+    ranks = cluster.ranks(job)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    cluster.wait_for(job, "the time is nearly over")
+    cluster.wait(job, "PENDING")
+    assert_gone(ranks.values())
+    second = steps_of(job, tmp_path)[-1]
+    assert second > first
+    assert first % 25 or second % 25  # at the end of an epoch a snapshot would be due anyway
+    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=fault.seconds)
+    log = job.log.read_text()
+    fault.assert_seen(log)
+    assert state == "COMPLETED" and f"goes on after step {second}\n" in log, log
+    assert cluster.show(job)["Restarts"] == "2"
+    assert difference(tmp_path / "out/last.pt", reference.weights) == 0
+    for line in reference.epochs:  # each epoch ended with the figures of the other run
+        assert f"{line}\n" in log
+
+
+@pytest.mark.fault(
+    stages="09",
+    what="a rank of a job is killed, with job_torchrun.sbatch",
+    sees="`failed (exitcode: -9)` in the job's log, then `goes on after step`; the job's "
+    "state COMPLETED in the end",
+    seconds=150,
+    lost="the steps since the last snapshot, taken once more",
+)
+def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
+    flags = ["--epochs", "6"]
+    reference = trained("09_fault_tolerance", 4, *flags, how=train_in_forks)
+    often = ["--snapshot-every", "10", "--device", "cpu", "--out", tmp_path / "out"]
+    job = cluster.submit(
+        "job_torchrun.sbatch", *flags, *often, cwd=tmp_path, stage=ROOT / "09_fault_tolerance"
+    )
+    cluster.wait_for(job, "epoch 2: ")
+    cluster.ranks(job)["3"].kill()
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    state = cluster.wait(job, *ends, seconds=fault.seconds)
+    log = job.log.read_text()
+    assert state == "COMPLETED", log
+    fault.assert_seen(log)
+    assert log.count("4 processes on gloo") == 2
+    assert re.search(r"goes on after step \d+\n", log)
+    assert difference(tmp_path / "out/last.pt", reference.weights) == 0
+
+
+def test_a_job_that_gets_no_further_is_not_queued_again(cluster, tmp_path):
+    job = cluster.submit("job.sbatch", cwd=tmp_path, stage=ROOT / "09_fault_tolerance")
+    cluster.wait(job, "RUNNING")
+    time.sleep(1)  # its processes are importing torch
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    assert cluster.wait(job, "FAILED", "PENDING", "COMPLETED") == "FAILED"
+    assert "the time is nearly over" in job.log.read_text()
+    assert steps_of(job, tmp_path) == []
 
 
 def test_a_job_file_that_cannot_find_the_script_says_so(cluster, tmp_path):

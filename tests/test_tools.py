@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.running import run
+from tools import faults
 from tools import propagate
 from tools.stages import ROOT
 from tools.stages import shown_commands
@@ -99,6 +100,16 @@ def test_the_table_in_the_readme_is_true():
         assert f"`{shown_commands(stage)[0]}`" in row
         lines = str(changed_lines(before, stage)) if before else ""
         assert row.split("|")[-2].strip() == lines
+
+
+def test_the_page_of_faults_is_what_the_tests_say():
+    rows = faults.faults()
+    assert len(rows) >= 20
+    assert faults.PAGE.read_text() == faults.page()
+    for row in rows:  # a test that does not take the mark's words and seconds could say anything
+        assert "fault" in row["takes"], row["test"]
+    named = " ".join(row["stages"] for row in rows)
+    assert {int(number) for number in re.findall(r"\d\d", named)} >= {1, 3, 6, 9}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

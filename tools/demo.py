@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,10 +28,17 @@ TITLES = (
 )  # fmt: skip
 
 
-def train(stage, processes, out, *flags):
+def train(stage, processes, out, *flags, **options):
     """Run a stage by its own command and return the rows of its metrics.jsonl."""
-    subprocess.run([*command(stage, processes), *flags, "--out", str(out)], cwd=ROOT, check=True)
+    arguments = [*command(stage, processes), *flags, "--out", str(out)]
+    subprocess.run(arguments, cwd=ROOT, check=True, **options)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_exactly(stage, processes, out):
+    """Train a stage for an epoch in float64, without showing it."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    train(stage, processes, out, "--dtype", "float64", "--epochs", "1", **quiet)
 
 
 def main():
@@ -47,15 +55,19 @@ def main():
             launch = "spawn" if spawns else launcher(stage)
             processes = min(2, gpus or 2) if takes_processes(stage) else 1
             print(f"\n{stage}: {shown_commands(stage)[-1]}", flush=True)
-            rows = train(stage, processes, Path(folder, stage))
-            exact = Path(folder, f"{stage}-float64")
-            train(stage, processes, exact, "--dtype", "float64", "--epochs", "1")
-            distance = difference(Path(folder, "01_single_gpu-float64/last.pt"), exact / "last.pt")
-            last = rows[-1]
+            last = train(stage, processes, Path(folder, stage))[-1]
             speed = last["train"]["images"] / last["train"]["seconds"]
             figures = [f"{last['train']['loss']:.3f}", f"{last['val']['loss']:.3f}"]
-            figures += [f"{last['val']['acc1']:.2f}", f"{speed:.0f}", f"{distance:.1e}"]
-            table.append((stage, launch, processes, device, *figures))
+            figures += [f"{last['val']['acc1']:.2f}", f"{speed:.0f}"]
+            table.append([stage, launch, processes, device, *figures])
+        print("\nonce more, for an epoch in float64, to compare the weights ...", flush=True)
+        exact = {row[0]: Path(folder, f"{row[0]}-float64") for row in table}
+        with ThreadPoolExecutor(2) as pool:  # starting a stage takes longer than the epoch
+            runs = [pool.submit(train_exactly, row[0], row[2], exact[row[0]]) for row in table]
+        for row, run in zip(table, runs, strict=True):
+            run.result()
+            distance = difference(exact["01_single_gpu"] / "last.pt", exact[row[0]] / "last.pt")
+            row.append(f"{distance:.1e}")
     print("\n" + COLUMNS.format(*TITLES))
     for row in table:
         print(COLUMNS.format(*row))
