@@ -1,4 +1,4 @@
-"""[08] Accumulate gradients: the same batch in parts that fit, with one all-reduce per step.
+"""[08] Accumulate gradients: the same batch in parts that fit, averaged once per step.
 
 torchrun --standalone --nproc-per-node=2 08_grad_accumulation/train.py --accumulate 3
 """
@@ -58,7 +58,7 @@ def setup(args):
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]  # [06] set by srun
     rank, world_size, local_rank = flags.place(args, *names)
     if args.accumulate * world_size > args.batch_size:  # [08] a part needs an image at least
-        flags.stop("--accumulate: more parts than a process has images of a batch")
+        flags.stop(f"--accumulate {args.accumulate}: a process has fewer images of a batch")
     attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
     if device.type == "cuda":
@@ -108,22 +108,24 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch ---------------------------------------------------------------------
-def accumulate(args, step, model, batch, scaler, meter):
-    """Add up the gradient of a process's batch, (images, target), part by part."""
+def accumulate(args, step, model, batch, scaler):
+    """Add up the gradient of a process's batch; return each part's loss, output and target."""
+    outputs = []
     parts = zip(*(tensor.tensor_split(args.accumulate) for tensor in batch), strict=True)
     for number, (images, target) in enumerate(parts, 1):  # [08] one at a time is on the device
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         last = number == args.accumulate
-        with contextlib.nullcontext() if last else model.no_sync():  # [08] one all-reduce, not N
+        with contextlib.nullcontext() if last else model.no_sync():  # [08] one average, not N
             with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
                 output = model(images)
                 loss = nn.functional.cross_entropy(output, target)
             if not loss.isfinite():  # [05] otherwise it spoils every weight, on every rank
                 raise FloatingPointError(f"rank {dist.get_rank()}, step {step}: loss {loss}")
-            share = len(target) / len(batch[1])  # [08] otherwise the step is N times too long
+            share = len(target) / len(batch[1])  # [08] not 1 / N: parts differ in size
             scaler.scale(loss * share).backward()  # [05] otherwise small gradients are 0 in fp16
-        meter.update(loss, output, target)
+        outputs.append((loss.detach(), output.detach(), target))
+    return outputs
 
 
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
@@ -135,7 +137,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + 1):
         optimizer.zero_grad()
-        accumulate(args, step, model, batch, scaler, meter)
+        outputs = accumulate(args, step, model, batch, scaler)  # [08] part by part
         scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
         if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
@@ -144,6 +146,8 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         else:
             log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
         scaler.update()
+        for loss, output, target in outputs:  # [08] of each part
+            meter.update(loss, output, target)
     dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
     return meter.averages()
 

@@ -1,7 +1,7 @@
 """[09] Survive being killed: go on from the last snapshot, to the same weights bit for bit.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
-09_fault_tolerance/train.py --snapshots snapshots  # without it, half of the restarts fail
+09_fault_tolerance/train.py --snapshots snapshots  # without the variable half of the restarts fail
 torchrun --standalone --nproc-per-node=2 09_fault_tolerance/train.py
 """
 
@@ -63,8 +63,8 @@ def setup(args):
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]  # [06] set by srun
     rank, world_size, local_rank = flags.place(args, *names)
     if args.accumulate * world_size > args.batch_size:  # [08] a part needs an image at least
-        flags.stop("--accumulate: more parts than a process has images of a batch")
-    args.signals = snapshots.watch("SIGTERM", "SIGUSR1")  # [09] heeded between two steps
+        flags.stop(f"--accumulate {args.accumulate}: a process has fewer images of a batch")
+    args.signals = snapshots.watch(args, "SIGTERM", "SIGUSR1")  # [09] heeded between two steps
     attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
     if device.type == "cuda":
@@ -114,54 +114,57 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch ---------------------------------------------------------------------
-def accumulate(args, step, model, batch, scaler, meter):
-    """Add up the gradient of a process's batch, (images, target), part by part."""
+def accumulate(args, step, model, batch, scaler):
+    """Add up the gradient of a process's batch; return each part's loss, output and target."""
+    outputs = []
     parts = zip(*(tensor.tensor_split(args.accumulate) for tensor in batch), strict=True)
     for number, (images, target) in enumerate(parts, 1):  # [08] one at a time is on the device
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         last = number == args.accumulate
-        with contextlib.nullcontext() if last else model.no_sync():  # [08] one all-reduce, not N
+        with contextlib.nullcontext() if last else model.no_sync():  # [08] one average, not N
             with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
                 output = model(images)
                 loss = nn.functional.cross_entropy(output, target)
-            share = len(target) / len(batch[1])  # [08] otherwise the step is N times too long
+            share = len(target) / len(batch[1])  # [08] not 1 / N: parts differ in size
             scaler.scale(loss * share).backward()  # [05] otherwise small gradients are 0 in fp16
-        meter.update(loss, output, target)
+        outputs.append((loss.detach(), output.detach(), target))
+    return outputs
 
 
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     """Take one optimizer step per global batch; return the epoch's averages, or None if stopped."""
     model.train()
     meter = meters.Meter(args.device)
-    done = max(args.snapshots.step - (epoch - 1) * len(loader), 0)
-    if done:  # [09] rows of the processes of that time, of which there may have been more
-        meter.sums += args.snapshots.sums[dist.get_rank() :: dist.get_world_size()].sum(0)
+    part = slice(dist.get_rank(), None, dist.get_world_size())  # [09] of the processes of that time
+    done = args.snapshots.take_up(epoch, len(loader), meter, part)
     loader.dataset.epoch = epoch  # other crops and flips in every epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(data.after(loader, done), f"epoch {epoch}", meter, show=is_main())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
         torch.manual_seed(data.seed_of(args.seed, step, dist.get_rank()))  # [09] nothing to store
         optimizer.zero_grad()
-        accumulate(args, step, model, batch, scaler, meter)
+        outputs = accumulate(args, step, model, batch, scaler)  # [08] part by part
         scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
+        args.snapshots.judge(step, norm, scaler.get_scale(), model)  # [09] ends the run after five
         if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
             scaler.step(optimizer)
             scheduler.step()
-            args.snapshots.skipped = 0
         else:
-            args.snapshots.skip(step, scaler.get_scale())  # [09] the fifth in a row ends the run
             log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
         scaler.update()
+        for loss, output, target in outputs if norm.isfinite() else ():  # [09] or it is all nan
+            meter.update(loss, output, target)
         told = torch.tensor(max(args.signals, default=0), device=args.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)  # [09] otherwise they stop at different steps
         if told or step % args.snapshot_every == 0 or step % len(loader) == 0:
             sums = meter.sums.new_empty(dist.get_world_size(), 4)
             dist.all_gather(list(sums), meter.sums)  # [09] into the rows
-            if is_main():
-                args.snapshots.save(step, sums)  # [09]
+            args.snapshots.save(step, sums, is_main())
         if told:
+            args.signals.append(int(told))
+            dist.barrier()  # [09] otherwise the launcher kills who still writes
             return None
     dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
     return meter.averages()
@@ -238,7 +241,7 @@ def main():
     run(args)
     gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
     dist.destroy_process_group()
-    sys.exit(128 + args.signals[0] if args.signals else 0)  # [09] not 0 if it ended too early
+    sys.exit(128 + args.signals[0] if args.signals else 0)  # [09] not 0: start it again
 
 
 if __name__ == "__main__":

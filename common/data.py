@@ -5,6 +5,9 @@ an image depend on the seed, the epoch and the image's own index, and on nothing
 the same on any number of processes and of loader workers, and two processes never share theirs.
 """
 
+import os
+import signal
+import threading
 from contextlib import contextmanager
 
 from common.flags import stop
@@ -104,11 +107,29 @@ def collate(batch):
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
+def obey_the_parent_only(worker):
+    """Have a loader's worker process end on a SIGTERM of the process it works for, and of no other.
+
+    Launchers and Slurm send SIGTERM to all processes of a run. The one that trains decides what to
+    do about it; without its workers it could not even take the step that it has begun.
+    """
+
+    def wait():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=wait, daemon=True).start()
+
+
 def loader_options(args):
     """Return the keywords that every DataLoader gets."""
     return {
         "collate_fn": collate,
         "num_workers": args.workers,
+        "worker_init_fn": obey_the_parent_only,
         "pin_memory": args.device.type
         == "cuda",  # only from pinned memory does a copy overlap the GPU
     }
@@ -126,6 +147,7 @@ def after(loader, batches):
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
         pin_memory=loader.pin_memory,
     )
 

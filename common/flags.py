@@ -69,7 +69,8 @@ def place(args, index, count, local_index):
     values = {name: os.environ.get(name, "") for name in (index, count, local_index)}
     for name, value in values.items():
         if not value.isdecimal():
-            commands = " or ".join(sys.modules["__main__"].__doc__.strip().splitlines()[2:])
+            commands = sys.modules["__main__"].__doc__.strip().splitlines()[2:]
+            commands = " or ".join(command.partition("  # ")[0] for command in commands)
             stop(f"{name} is {value or 'not set'}: a launcher sets it; start with: {commands}")
     number, numbers, local_number = (int(value) for value in values.values())
     if not local_number <= number < numbers:

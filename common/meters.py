@@ -1,5 +1,6 @@
 """Accuracy, averages that are exact, and the line that shows how a run is going."""
 
+import math
 import sys
 import time
 
@@ -46,10 +47,11 @@ class Meter:
     def averages(self):
         """Return the mean loss, acc@1 and acc@5 in per cent, the images and the seconds it took."""
         loss, top1, top5, images = self.sums.tolist()  # waits for the device
+        seen = images or math.nan  # of no images there is no average
         return {
-            "loss": loss / images,
-            "acc1": 100 * top1 / images,
-            "acc5": 100 * top5 / images,
+            "loss": loss / seen,
+            "acc1": 100 * top1 / seen,
+            "acc5": 100 * top5 / seen,
             "images": int(images),
             "seconds": time.perf_counter() - self.start,
         }

@@ -170,7 +170,7 @@ def killed_and_started_again():
     axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
     axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
     axis.text(4, 1.62, "whole", color="tab:green", ha="center")
-    axis.text(6, 1.62, "damaged", color="tab:red", ha="center")
+    axis.text(6, 1.62, "damaged by the disk", color="tab:red", ha="center")
     arrow(axis, (4, 1.1), (4, 0.1), "tab:green")
     axis.text(3.9, 0.6, "goes on from here", color="tab:green", ha="right", va="center")
     axis.text(5.5, -0.55, "the steps since then once more, on the same images", ha="center")

@@ -16,14 +16,15 @@ DECISIVE = (
 PARTS = ("model", "optimizer", "scheduler", "scaler")
 
 
-def watch(*names):
+def watch(args, *names):
     """Note these signals from now on instead of ending; return the list of those that have come.
 
     names: such as "SIGTERM". The list holds their numbers. Launchers may send a signal to a process
-    twice, in the middle of the first call: appending to a list is safe then.
+    twice, in the middle of the first call: appending to a list is safe then. With --evaluate there
+    is nothing to lose, and the signals keep their meaning.
     """
     came = []
-    for name in names:
+    for name in () if args.evaluate else names:
         signal.signal(getattr(signal, name), lambda number, frame: came.append(number))
     return came
 
@@ -76,8 +77,9 @@ def newest(args):
     for path in found:
         try:
             state = read(path)
-        except ValueError:
-            sys.stderr.write(f"{path} is damaged or no snapshot, and passed over\n")
+        except ValueError as error:
+            why = " ".join(str(error.__cause__ or error).split())
+            sys.stderr.write(f"{path} is damaged or no snapshot, and passed over ({why})\n")
             continue
         for flag, value in decisive(args).items():
             if value != state["flags"].get(flag):
@@ -110,27 +112,47 @@ class Snapshots:
         self.sums = state["sums"].to(args.device) if state else None
         for name, part in self.parts.items() if state else ():
             part.load_state_dict(state[name])
+        self.buffers = [buffer.clone() for buffer in self.parts["model"].buffers()]
 
     def epoch(self, steps):
         """Return the epoch to go on with, if it has so many steps. Its steps may all be done."""
         return max(self.step - 1, 0) // steps + 1
 
-    def skip(self, step, scale):
-        """Count a step that was not taken; raise FloatingPointError at the fifth in a row.
+    def take_up(self, epoch, steps, meter, part):
+        """Return how many of an epoch's `steps` were done before, and give `meter` their figures.
 
-        As long as the loss scale is above 1, it may be the cause and is going to be lowered: such a
-        step does not count. Without a scaler the scale is 1.
+        part: a slice of the processes of that time, whose sums the meter gets. There may have been
+        more of them than now: all of them have to be dealt out.
         """
+        done = max(self.step - (epoch - 1) * steps, 0)
+        if done:
+            meter.sums += self.sums[part].sum(0)
+        return done
+
+    def judge(self, step, norm, scale, model):
+        """Count the steps in a row whose gradient is not finite; FloatingPointError at the fifth.
+
+        norm: the gradient's; scale: the loss scale. As long as it is above 1 it may be the cause,
+        and is going to be lowered: such a step does not count. The buffers of `model`, such as the
+        averages of batch norm, are put back to what they were after the last good step.
+        """
+        if norm.isfinite():
+            self.skipped = 0
+            self.buffers = [buffer.clone() for buffer in model.buffers()]
+            return
+        for buffer, good in zip(model.buffers(), self.buffers, strict=True):
+            buffer.copy_(good)
         self.skipped += scale <= 1
         if self.skipped == 5:
             raise FloatingPointError(f"step {step}: 5 in a row skipped; {self.last()}")
 
-    def save(self, step, sums):
-        """Write the snapshot of a step, and keep the one before. Without --snapshots, do nothing.
+    def save(self, step, sums, write=True):
+        """Write the snapshot of a step, and keep the one before; nothing without --snapshots.
 
-        If it cannot be written, what is there stays as it is, and a line on standard error says so.
+        write: whether this process is the one that does. If it cannot be written, what is there
+        stays as it is, and a line on standard error says so.
         """
-        if self.folder is None:
+        if self.folder is None or not write:
             return
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"flags": self.flags, "step": step, "skipped": self.skipped, "sums": sums}
@@ -138,14 +160,14 @@ class Snapshots:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save(state, path)
+            # Those after this step could not be read: a run goes on from the newest that can be.
+            before = [old for old in paths(self.folder) if old < path]
+            useless = {*paths(self.folder), *self.folder.glob(".step-*.tmp")} - {path, *before[:1]}
+            for old in useless:
+                old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             sys.stderr.write(f"step {step}: no snapshot written ({reason}); {self.last()}\n")
-            return
-        # Those after this step could not be read: a run goes on from the newest that can be.
-        before = [old for old in paths(self.folder) if old < path]
-        for old in {*paths(self.folder), *self.folder.glob(".step-*.tmp")} - {path, *before[:1]}:
-            old.unlink()
 
     def last(self):
         """Say which snapshot is the newest."""

@@ -7,20 +7,24 @@ import itertools
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 from common import data
 
+import psutil
 import torch
 
 
 def signalled(step, *names, ranks=("0", "1", "2", "3")):
-    """Have these ranks send themselves signals in the middle of a step."""
+    """Have these ranks send signals to themselves and their children in the middle of a step."""
     seed_of = data.seed_of
 
     def watched(*key):
         if key[1] == step and os.environ["RANK"] in ranks:
             for name in names:
+                for child in psutil.Process().children():
+                    child.send_signal(getattr(signal, name))
                 os.kill(os.getpid(), getattr(signal, name))
         return seed_of(*key)
 
@@ -43,6 +47,23 @@ def killed_at(call, name):
 def no_large_files(most):
     """Limit the size of a file, as a full disk would."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def slow_to_write(seconds):
+    """Have every file take so long to be written, as a large one does."""
+    fsync = os.fsync
+
+    def slow(descriptor):
+        time.sleep(seconds)
+        fsync(descriptor)
+
+    os.fsync = slow
+
+
+def signalled_and_slow_to_write(step, seconds):
+    """Have all ranks get SIGTERM in the middle of a step, and write slowly."""
+    signalled(step, "SIGTERM")
+    slow_to_write(seconds)
 
 
 def no_step():

@@ -113,5 +113,9 @@ def place(step, steps, batch_size):
     epoch = (step - 1) // steps + 1
     return epoch, (step - (epoch - 1) * steps) * batch_size
 """,
+        """
+def last_step(heard):
+    return min((step for step in heard if step is not None), default=None)
+""",
     ],
 }

@@ -101,12 +101,11 @@ def accumulated(stage, parts, steps=1):
     )
     batch = (torch.randn(13, 20).double(), torch.arange(13) % 6)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    meter = types.SimpleNamespace(update=lambda *_: None)
     for step in range(1 + steps):
         if step == 1:
             sizes.clear()
         model.zero_grad()
-        load(stage).accumulate(args, step, wrapped, batch, scaler, meter)
+        load(stage).accumulate(args, step, wrapped, batch, scaler)
     return model, batch, sizes
 
 
@@ -169,7 +168,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("parts, named", [
-    ("31", "--accumulate: more parts than"), ("0", "--accumulate: "), ("1.5", "--accumulate: "),
+    ("31", "--accumulate 31: a process has"), ("0", "--accumulate: "), ("1.5", "--accumulate: "),
 ])  # fmt: skip
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_parts_that_cannot_be(stage, parts, named, device, tmp_path):

@@ -67,7 +67,7 @@ def assert_one_line(done, named, code=2):
 @pytest.mark.fault(
     stages="01 to 09",
     what="a flag is wrong, a file or a folder missing, truncated or of another kind",
-    sees="one line that names the flag, `train.py: error: --...`; exit code 2 (under torchrun the"
+    sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under torchrun the"
     " line of every rank that sees it, and torchrun's exit code 1)",
     seconds=20,
     lost="nothing; no file is touched",

@@ -43,7 +43,9 @@ class Numbers(Dataset):
 def flags(**others):
     """Return what the functions of a stage's script read of the flags."""
     names = {"device": torch.device("cpu"), "dtype": torch.float32, "amp": None, "workers": 0}
-    return types.SimpleNamespace(**{**names, "seed": 0, "predictions": None, **others})
+    return types.SimpleNamespace(
+        **{**names, "seed": 0, "accumulate": 1, "predictions": None, **others}
+    )
 
 
 def val_loaders(stage, n, processes, batch_size):

@@ -26,6 +26,7 @@ from tests.faults import killed_at
 from tests.faults import no_large_files
 from tests.faults import no_step
 from tests.faults import signalled
+from tests.faults import signalled_and_slow_to_write
 from tests.running import ROOT
 from tests.running import family
 from tests.running import fork_ranks
@@ -388,7 +389,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step(
         spoil = functools.partial(signalled, step, *names, ranks=who)
         done = run.go(prepare=spoil, seconds=fault.seconds)
         number = 128 + getattr(signal, names[0])
-        assert codes(done) == [number if rank in who else 0 for rank in ("0", "1")]
+        assert codes(done) == [number, number]
         assert run.newest() == step
         state = snapshots.read(snapshots.paths(run.snapshots)[0])
         assert state["sums"][:, 3].tolist() == [30 * (step - 25 * (step // 25))] * 2
@@ -408,6 +409,34 @@ def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_start(
     assert [row["epoch"] for row in rows(run.out)] == [1]
     assert codes(run.go()) == [0] * several
     assert_same(run.out, trained(FIRST, several, *SHORT, how=train_in_forks))
+
+
+def test_no_rank_ends_before_the_snapshot_is_written(two, device, tmp_path):
+    """A launcher would take the first end for a failure, and kill the rank that still writes."""
+    run = Run(tmp_path, device, *SHORT, "--snapshot-every", "100000")
+    rank_0, rank_1 = run.start(prepare=functools.partial(signalled_and_slow_to_write, 7, 1.5))
+    assert rank_1().returncode == 128 + signal.SIGTERM
+    assert run.newest() == 7
+    assert rank_0().returncode == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_fails_ends_the_workers_of_its_loaders(device, tmp_path):
+    run = Run(tmp_path, device, *SHORT, "--workers", "2", processes=1)
+    (rank,) = run.start(prepare=no_step)
+    wait_until(lambda: len(family(rank.process.pid)) >= 3, run)
+    members = family(rank.process.pid)[1:]
+    assert rank().returncode == 1
+    assert_all_end(members)
+
+
+def test_a_signal_to_the_workers_of_the_loaders_too_loses_nothing(trained, device, tmp_path):
+    """Slurm sends it to every process of a job."""
+    run = Run(tmp_path, device, *SHORT, "--workers", "2", processes=1)
+    done = run.go(prepare=functools.partial(signalled, 13, "SIGTERM", "SIGTERM"))
+    assert codes(done) == [128 + signal.SIGTERM], done
+    assert run.newest() == 13
+    assert codes(run.go()) == [0]
+    assert_same(run.out, trained(FIRST, 1, *SHORT, how=train_in_forks))
 
 
 @pytest.mark.parametrize("processes", [1, 3, 4])
@@ -505,7 +534,7 @@ def test_the_newest_two_are_kept(tmp_path):
     what="a snapshot cannot be written, for the disk is full",
     sees="`step ...: no snapshot written (...); the last snapshot is ...`; the training goes on",
     seconds=60,
-    lost="nothing; the snapshots before are whole",
+    lost="nothing, and what is there is whole (but with --out on that disk the epoch's end fails)",
 )
 def test_a_snapshot_that_cannot_be_written_ends_no_run(trained, copy_of_halfway, several, fault):
     run = copy_of_halfway
@@ -764,6 +793,18 @@ def test_with_clipping_a_nan_is_skipped_too(steps, capsys):
     assert capsys.readouterr().out.count("step 1: skipped") == 1
 
 
+def test_a_skipped_step_leaves_the_averages_of_batch_norm_alone(tmp_path):
+    kept, model = keeper(tmp_path), nn.BatchNorm1d(3)
+    for images in (torch.randn(8, 3), torch.full((8, 3), torch.nan)):
+        model(images)
+        finite = images.isfinite().all()
+        kept.judge(1, torch.tensor(1.0 if finite else torch.nan), 1, model)
+        if finite:
+            good = model.running_mean.clone()
+    assert good.norm() > 0 and torch.equal(model.running_mean, good)
+    assert kept.skipped == 1 and model.num_batches_tracked == 1
+
+
 def with_bad_images(folder, *bad):
     """Copy the script: rank 1 gets images of nan in some steps, and every rank tells its steps."""
     begin = "    parts = zip("
@@ -792,6 +833,8 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     assert all(weights.isfinite().all() for weights in checkpoint.load(run.out / "1.pt").values())
     state = snapshots.read(snapshots.paths(run.snapshots)[0])
     assert (state["step"], state["scheduler"]["last_epoch"]) == (50, 47)
+    seen = [(row["train"]["images"], math.isfinite(row["train"]["loss"])) for row in rows(run.out)]
+    assert seen == [(1440, True), (1380, True)]  # a batch that was skipped is not counted
 
 
 @pytest.mark.fault(
