@@ -5,6 +5,7 @@ an image depend on the seed, the epoch and the image's own index, and on nothing
 the same on any number of processes and of loader workers, and two processes never share theirs.
 """
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -114,8 +115,10 @@ def obey_the_parent_only(worker):
     do about it; without its workers it could not even take the step that it has begun.
     """
 
+    parent = multiprocessing.parent_process().pid  # not os.getppid(): that may be a fork server
+
     def wait():
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
             pass
         os._exit(0)
 

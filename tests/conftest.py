@@ -1,7 +1,12 @@
 """The option --device, and runs that several tests look at."""
 
+import os
 import re
 from types import SimpleNamespace
+
+# One thread per process, here and in all that is started from here: tests run side by side, and
+# threads that spin while they wait for others on the same cores make a step ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.running import train
 from tools.stages import takes_processes

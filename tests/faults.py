@@ -4,6 +4,7 @@ It stands by itself because the forks import it: to import a file of tests takes
 """
 
 import itertools
+import multiprocessing
 import os
 import resource
 import signal
@@ -66,6 +67,7 @@ def signalled_and_slow_to_write(step, seconds):
     slow_to_write(seconds)
 
 
-def no_step():
-    """Have every optimizer step fail."""
+def no_step(start_method=None):
+    """Have every optimizer step fail; start the workers of loaders by this method."""
     torch.optim.SGD.step = None
+    multiprocessing.set_start_method(start_method, force=True)

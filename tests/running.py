@@ -138,6 +138,7 @@ def in_fork(script, arguments, folder, variables, prepare):
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     os.environ.clear()
     os.environ.update(environment(**variables))
+    multiprocessing.set_start_method(None, force=True)  # that of the fork server is inherited
     torch.set_num_threads(1)  # the fork server read its environment before OMP_NUM_THREADS was set
     if prepare:
         prepare()

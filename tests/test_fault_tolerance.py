@@ -420,9 +420,10 @@ def test_no_rank_ends_before_the_snapshot_is_written(two, device, tmp_path):
     assert rank_0().returncode == 128 + signal.SIGTERM
 
 
-def test_a_rank_that_fails_ends_the_workers_of_its_loaders(device, tmp_path):
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])  # the latter from Python 3.14 on
+def test_a_rank_that_fails_ends_the_workers_of_its_loaders(start_method, device, tmp_path):
     run = Run(tmp_path, device, *SHORT, "--workers", "2", processes=1)
-    (rank,) = run.start(prepare=no_step)
+    (rank,) = run.start(prepare=functools.partial(no_step, start_method))
     wait_until(lambda: len(family(rank.process.pid)) >= 3, run)
     members = family(rank.process.pid)[1:]
     assert rank().returncode == 1
