@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import multiprocessing as mp
 
-ANSWER = 20  # seconds within which bad input is answered
+ANSWER = 60  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["torch", "torchvision", "sklearn.datasets"])
 
@@ -85,7 +85,7 @@ def started(arguments, folder, cwd=ROOT, **variables):
     child.screen = lambda: (folder / "stdout").read_text() + (folder / "stderr").read_text()
     child.members = []
 
-    def wait_for(text, seconds=60):
+    def wait_for(text, seconds=120):
         end = time.monotonic() + seconds
         while text not in child.screen():
             assert time.monotonic() < end and child.poll() is None, child.screen()
@@ -162,7 +162,7 @@ def spawn_by_fork():
     mp.spawn = spawn
 
 
-def fork(script, arguments, folder, prepare=None, seconds=60, **variables):
+def fork(script, arguments, folder, prepare=None, seconds=120, **variables):
     """Start a script in a fork of a process that has torch imported, which saves those seconds.
 
     Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`; its

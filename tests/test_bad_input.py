@@ -69,7 +69,7 @@ def assert_one_line(done, named, code=2):
     what="a flag is wrong, a file or a folder missing, truncated or of another kind",
     sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under torchrun the"
     " line of every rank that sees it, and torchrun's exit code 1)",
-    seconds=20,
+    seconds=60,
     lost="nothing; no file is touched",
 )
 @pytest.mark.parametrize("what", WRONG)
@@ -112,7 +112,7 @@ BY_VARIABLES = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
     " with plain python",
     sees="one line, `train.py: error: ...`, which names the variable and, if it is missing, the"
     " command that sets it; exit code 2",
-    seconds=20,
+    seconds=60,
     lost="nothing",
 )
 @pytest.mark.parametrize("stage", BY_VARIABLES)
@@ -142,7 +142,7 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
     stages="03, 06 to 09",
     what="another program listens at the port that a launcher chose",
     sees="`check MASTER_ADDR, MASTER_PORT: ... in use`; exit code 2",
-    seconds=20,
+    seconds=60,
     lost="nothing",
 )
 @pytest.mark.parametrize("stage", BY_VARIABLES)

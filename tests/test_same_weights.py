@@ -52,7 +52,7 @@ def test_two_launchers_as_on_two_machines(trained, several, device, tmp_path):
     (tmp_path / "second").mkdir()
     with started(command, tmp_path / "second") as second:
         first = run(command, tmp_path)
-        assert second.wait(60) == 0, second.screen()
+        assert second.wait(120) == 0, second.screen()
     assert first.returncode == 0, first.stderr
     assert "2 processes on gloo" in first.stdout + second.screen()
     reference = trained("01_single_gpu", 1, *DOUBLE).weights

@@ -81,7 +81,7 @@ class Cluster:
         text = self.call("scontrol", "show", "job", job.number).stdout
         return dict(re.findall(r"(\w+)=(\S+)", text))
 
-    def wait(self, job, *states, seconds=90):
+    def wait(self, job, *states, seconds=180):
         """Wait until a job is in one of the states; return which."""
         end = time.monotonic() + seconds
         while (state := self.show(job)["JobState"]) not in states:
@@ -89,7 +89,7 @@ class Cluster:
             time.sleep(0.1)
         return state
 
-    def wait_for(self, job, text, seconds=60):
+    def wait_for(self, job, text, seconds=120):
         """Wait until a job has written a text into its log."""
         end = time.monotonic() + seconds
         while not job.log.exists() or text not in job.log.read_text():
@@ -130,7 +130,7 @@ def other():
     one.script("stop")
 
 
-def assert_gone(processes, seconds=15):
+def assert_gone(processes, seconds=30):
     end = time.monotonic() + seconds
     while alive(processes):
         assert time.monotonic() < end, [process.cmdline() for process in alive(processes)]
@@ -166,7 +166,7 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
     stages="06 to 08",
     what="a rank of a job is killed",
     sees="the job's state FAILED, and which task it was, in its log: `srun: error: ... task`",
-    seconds=45,
+    seconds=90,
     lost="the run",
 )
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     stages="06 to 09",
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED and, in its log, `CANCELLED`; no process and no port is left",
-    seconds=30,
+    seconds=90,
     lost="the run; with stage 09 nothing, it can go on from a snapshot",
 )
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
@@ -208,7 +208,7 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     stages="06 to 08",
     what="a job's time is nearly over",
     sees="`the time is nearly over` in its log; it is queued again, once, and begins anew",
-    seconds=60,
+    seconds=90,
     lost="the run so far",
 )
 def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault):

@@ -7,12 +7,15 @@ import sys
 
 from tests.running import run
 from tools import faults
+from tools import picture
 from tools import propagate
 from tools.stages import ROOT
+from tools.stages import changed_lines
 from tools.stages import shown_commands
 from tools.stages import stages
 
 import pytest
+from PIL import Image
 
 STAGES = stages()
 
@@ -82,16 +85,6 @@ def test_the_demo_knows_its_stages(tmp_path):
     assert len(done.stderr.splitlines()) == 1 and "01_single_gpu" in done.stderr
 
 
-def changed_lines(before, after):
-    done = subprocess.run(
-        ["diff", ROOT / before / "train.py", ROOT / after / "train.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return len(re.findall(r"^[<>]", done.stdout, re.MULTILINE))
-
-
 def test_the_table_in_the_readme_is_true():
     text = (ROOT / "README.md").read_text()
     for before, stage in zip([None, *STAGES], STAGES, strict=False):
@@ -100,6 +93,12 @@ def test_the_table_in_the_readme_is_true():
         assert f"`{shown_commands(stage)[0]}`" in row
         lines = str(changed_lines(before, stage)) if before else ""
         assert row.split("|")[-2].strip() == lines
+
+
+def test_the_picture_shows_the_stages_as_they_are():
+    with Image.open(picture.PICTURE) as stored:
+        assert stored.text["Description"] == picture.description()
+    assert len(picture.TEACHES) == len(STAGES)
 
 
 def test_the_page_of_faults_is_what_the_tests_say():

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,3 +47,10 @@ def command(stage, processes=1, root=ROOT):
     program, *arguments = words
     module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
     return [sys.executable, *module, *arguments]
+
+
+def changed_lines(before, after):
+    """Return how many lines `diff` shows between the scripts of two stages."""
+    scripts = [ROOT / stage / "train.py" for stage in (before, after)]
+    done = subprocess.run(["diff", *scripts], capture_output=True, text=True, check=False)
+    return len(re.findall("^[<>]", done.stdout, re.MULTILINE))

@@ -1,0 +1,92 @@
+"""Run a stage's script, and count what its processes tell each other from step to step.
+
+torchrun --standalone --nproc-per-node=2 benchmarks/counted.py FILE 03_ddp_launch/train.py FLAGS
+
+torch's profiler sees every collective of gloo and of nccl, also those that DDP starts by itself.
+FILE gets, per optimizer step, the number and the bytes of each kind that one process gives to the
+others, and the largest memory that was allocated on its GPU.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+FIRST, LAST = 2, 7  # it looks from the end of one step to the end of the other
+BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
+
+
+def sent(profiler, steps):
+    """Return {collective: {"calls": per step, "bytes": per step}} that a profiler has seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    found = {}
+    for event in events:
+        name = re.fullmatch("(?:gloo|nccl):(.*)", event.get("name", ""))
+        if name:
+            shapes = event["args"].get("Input Dims", [])  # a barrier has none
+            kinds = event["args"].get("Input type", [])
+            seen = found.setdefault(name[1], {"calls": 0, "bytes": 0})
+            seen["calls"] += 1
+            for shape, kind in zip(shapes, kinds, strict=True):
+                seen["bytes"] += math.prod(shape) * BYTES[kind]
+    return {name: {k: n / steps for k, n in seen.items()} for name, seen in found.items()}
+
+
+def count(path):
+    """Have the process write into the file `path` what it sends between the two steps."""
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    )
+    steps = itertools.count(1)
+
+    def after_step(*_):
+        step = next(steps)
+        if step == FIRST:
+            profiler.start()
+        elif step == LAST:
+            profiler.stop()
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+                seen = {"per_step": sent(profiler, LAST - FIRST), "gpu_bytes": memory}
+                Path(path).write_text(json.dumps(seen))
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def counted(path, function, rank, *arguments):
+    """Be a process that the script has spawned."""
+    count(path)
+    function(rank, *arguments)
+
+
+def main():
+    path, *sys.argv = sys.argv[1:]
+    spawn = mp.spawn
+
+    def counting_spawn(function, *arguments, **options):
+        return spawn(functools.partial(counted, path, function), *arguments, **options)
+
+    mp.spawn = counting_spawn
+    count(path)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    from benchmarks.counted import main  # in it `counted` has a name that spawned processes find
+
+    main()
