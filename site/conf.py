@@ -1,0 +1,42 @@
+"""The settings of Sphinx. tools/site.py prepares the pages and calls it."""
+
+from docutils import nodes
+
+project = html_title = "Distributed training in PyTorch"
+extensions = ["myst_nb"]
+exclude_patterns = [".*"]
+smartquotes = False  # a flag in a text keeps both its hyphens
+
+# The outputs are those that the notebooks are stored with.
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_render_image_options = {"alt": "what the cell above draws"}
+
+myst_heading_anchors = 6  # links to headings, by the names that GitHub gives them
+myst_enable_extensions = []  # no formulas: what draws them would come from another host
+
+html_theme = "sphinx_book_theme"
+html_theme_options = {
+    "footer_content_items": [],
+    "home_page_in_toc": True,
+    "navbar_persistent": [],
+    "show_toc_level": 2,
+    "use_download_button": False,
+}
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_use_index = False
+html_show_search_summary = False  # it needs a server; the site is read from a folder too
+
+
+def link_line_numbers(app, doctree):
+    """Give line 12 of a script the address #L-12, and its number a link there."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("linenos"):
+            block["highlight_args"] |= {"linespans": "L", "anchorlinenos": True}
+
+
+def setup(app):
+    app.connect("doctree-read", link_line_numbers)
