@@ -5,6 +5,7 @@ python benchmarks/compare.py --image-size 224 --arch resnet50 --batch-size 256 -
 python benchmarks/compare.py --show benchmarks/two_cores.json
 """
 
+import copy
 import json
 import os
 import platform
@@ -38,15 +39,17 @@ HERE = Path(__file__).resolve().parent
 def read_flags():
     """Return the flags, checked: those of every stage, and what to measure."""
     parser = flags.Flags(__doc__)
-    parser.set_defaults(data="fake", image_size=32, images=1500, epochs=6)
+    parser.set_defaults(data="fake", image_size=32, images=600, epochs=3)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="(default: all of them)")
     parser.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off",
                         help="mixed precision in the stages that have it")  # fmt: skip
     whole = flags.number(int, 1)
+    parser.add_argument("--rounds", type=whole, default=3,
+                        help="of --epochs each, the first warms up (default: 3)")  # fmt: skip
     parser.add_argument("--processes", type=whole, help="(default: the GPUs, or 2)")
     parser.add_argument("--scaling", type=whole, nargs="*", help="processes (default: 1 2 4)")
     parser.add_argument("--batch-sizes", type=whole, nargs="*",
-                        help="more global batches (default: half, double, four times)")  # fmt: skip
+                        help="more global batches (default: half and double)")  # fmt: skip
     parser.add_argument("--json", type=flags.new_file, default=HERE / "mine.json",
                         help="write the figures here, and the picture beside it")  # fmt: skip
     parser.add_argument("--show", type=flags.existing_file, help="print such a file, no more")
@@ -60,9 +63,9 @@ def read_flags():
     if args.scaling is None:
         args.scaling = [n for n in (1, 2, 4) if not gpus or n <= gpus]
     if args.batch_sizes is None:
-        args.batch_sizes = [args.batch_size // 2, args.batch_size * 2, args.batch_size * 4]
-    if args.epochs < 6:
-        parser.error("--epochs: an epoch is a window, the first warms up: give 6 or more")
+        args.batch_sizes = [args.batch_size // 2, args.batch_size * 2]
+    if args.rounds * (args.epochs - 1) < 5:
+        parser.error("--epochs, --rounds: that makes less than five windows")
     works = [(processes, args.batch_size) for processes in (args.processes, *args.scaling)]
     for processes, size in [*works, *((args.processes, size) for size in args.batch_sizes)]:
         if size % processes:
@@ -99,9 +102,23 @@ def has_flag(stage, flag):
     return f'"{flag}"' in (ROOT / stage / "train.py").read_text()
 
 
-def spread(values):
-    """Return the median of some values, the least and the largest."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+def pooled(rows):
+    """Put the windows of equal rows together; return the median, least and most of each figure."""
+    kept = []
+    for row in rows:
+        named = {name: value for name, value in row.items() if not isinstance(value, list)}
+        same = next((other for other in kept if named.items() <= other.items()), None)
+        if same is None:
+            kept.append(row)
+        else:
+            for name in row.keys() - named.keys():
+                same[name] += row[name]
+    for row in kept:
+        for name, value in row.items():
+            if isinstance(value, list):
+                median = statistics.median(value)
+                row[name] = {"median": median, "least": min(value), "most": max(value)}
+    return kept
 
 
 def train(args, stage, processes, **others):
@@ -123,18 +140,19 @@ def train(args, stage, processes, **others):
         "processes": processes,
         "batch_size": others.get("batch_size", args.batch_size),
         "precision": NAMES[args.amp] if amp else NAMES["off"],
-        "images_per_s": spread([r["train"]["images"] / r["train"]["seconds"] for r in rows]),
-        "epoch_s": statistics.median(r["train"]["seconds"] for r in rows),
-        "evaluation_s": spread([r["val"]["seconds"] for r in rows]),
-        "loading": statistics.median(float(data) / float(step) for data, step in steps),
-        "bytes": memory,
+        "images_per_s": [row["train"]["images"] / row["train"]["seconds"] for row in rows],
+        "epoch_s": [row["train"]["seconds"] for row in rows],
+        "evaluation_s": [row["val"]["seconds"] for row in rows],
+        "loading": [float(data) / float(step) for data, step in steps],
+        "bytes": [memory],
     }
 
 
 def limits(args, processes, sizes, amp):
     """Return rows of what so many processes reach with one batch on the device, bare and with DDP.
 
-    One process takes its steps without DDP only.
+    The latter's steps alternate with the former's, a window each; the share of its time that the
+    former do not need is communication. One process takes its steps without DDP only.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     start = [sys.executable, *(torchrun if processes > 1 else []), str(HERE / "limit.py")]
@@ -143,9 +161,11 @@ def limits(args, processes, sizes, amp):
         lines, _, _ = run([*start, *work(args), *asked], Path(folder))
     rows = []
     for line in map(json.loads, lines.splitlines()):
-        rates = {name: spread(line[name]) for name in ("bare", "ddp") if name in line}
-        row = {"processes": processes, "batch_size": line["batch_size"], "precision": NAMES[amp]}
-        rows.append(row | rates)
+        row = {"processes": processes, "precision": NAMES[amp], **line}
+        if processes > 1:
+            pairs = zip(line["ddp"], line["bare"], strict=True)
+            row["communication"] = [1 - ddp / bare for ddp, bare in pairs]
+        rows.append(row)
     return rows
 
 
@@ -184,34 +204,36 @@ def tell(text):
 
 def measure(args):
     """Measure everything; return it as the JSON file holds it."""
-    several = [stage for stage in args.stages if takes_processes(stage)]
+    several = [stage for stage in args.stages if takes_processes(stage)]  # the first is scaled
     processes_of = {stage: args.processes if stage in several else 1 for stage in args.stages}
-    result = {
-        "machine": machine(args),
-        "work": {name: str(getattr(args, name)) for name in (*WORK, "amp")},
-        "limits": [],
-        "stages": [],
-        "scaling": [],
-        "counted": {},
-    }
-    for processes in sorted({*processes_of.values(), *args.scaling}):
-        for amp in sorted({"off", args.amp}, key=list(NAMES).index):
-            tell(f"the limit of {processes} processes, {NAMES[amp]}")
-            more = args.batch_sizes if (processes, amp) == (args.processes, "off") else []
-            result["limits"] += limits(args, processes, [args.batch_size, *more], amp)
-    for stage, processes in processes_of.items():
-        tell(f"training {stage}")
-        result["stages"].append(train(args, stage, processes))
-    works = [(processes, args.batch_size) for processes in args.scaling]
-    works += [(args.processes, size) for size in args.batch_sizes]
-    for stage in several[:1]:
-        for processes, size in works:
-            tell(f"training {stage} on {processes} processes, global batch {size}")
-            result["scaling"].append(train(args, stage, processes, batch_size=size))
+    works = [(n, args.batch_size) for n in args.scaling if n != args.processes]
+    works += [(args.processes, size) for size in args.batch_sizes if size != args.batch_size]
+    measured = {"limits": [], "stages": [], "scaling": []}
+    for number in range(1, args.rounds + 1):  # all of them in turn: a machine's speed may drift
+        for processes in sorted({*processes_of.values(), *args.scaling}):
+            for amp in sorted({"off", args.amp}, key=list(NAMES).index):
+                tell(f"round {number}: the limit, {NAMES[amp]}, processes: {processes}")
+                more = args.batch_sizes if (processes, amp) == (args.processes, "off") else []
+                measured["limits"] += limits(args, processes, [args.batch_size, *more], amp)
+            for stage in (name for name in args.stages if processes_of[name] == processes):
+                tell(f"round {number}: {stage}")
+                measured["stages"].append(train(args, stage, processes))
+                if stage in several[:1]:
+                    measured["scaling"].append(copy.deepcopy(measured["stages"][-1]))
+        for stage in several[:1]:
+            for processes, size in works:  # but for the one that the table of the stages has
+                tell(f"round {number}: {stage}, processes: {processes}, global batch: {size}")
+                measured["scaling"].append(train(args, stage, processes, batch_size=size))
+    counted = {}
     for stage, processes in processes_of.items():
         tell(f"counting what {stage} sends")
-        result["counted"][stage] = count(args, stage, processes)
-    return result
+        counted[stage] = count(args, stage, processes)
+    return {
+        "machine": machine(args),
+        "work": {name: str(getattr(args, name)) for name in (*WORK, "rounds", "amp")},
+        **{name: pooled(rows) for name, rows in measured.items()},
+        "counted": counted,
+    }
 
 
 def main():

@@ -34,8 +34,8 @@ def of_limit(result, row):
 
 
 def communication(limit):
-    """Return which share of the time of a step with DDP is not there without it."""
-    return 1 - limit["ddp"]["median"] / limit["bare"]["median"] if "ddp" in limit else 0
+    """Return as text which share of the time of a step with DDP goes into communication."""
+    return f"{limit['communication']['median']:.1%}" if "communication" in limit else "none"
 
 
 def stages_table(result):
@@ -45,12 +45,12 @@ def stages_table(result):
     titles += ["GPU MiB" if gpus else "MiB", "vs 01", "of limit", "loading", "evaluation s"]
     rows = []
     for row in result["stages"]:
-        memory = result["counted"][row["stage"]]["gpu_bytes"] if gpus else row["bytes"]
+        memory = result["counted"][row["stage"]]["gpu_bytes"] if gpus else row["bytes"]["most"]
         rows.append([
             row["stage"], str(row["processes"]), result["work"]["device"], row["precision"],
-            *rate(row["images_per_s"]), f"{row['epoch_s']:.2f}", f"{memory / 2**20:.0f}",
+            *rate(row["images_per_s"]), f"{row['epoch_s']['median']:.2f}", f"{memory / 2**20:.0f}",
             f"{row['images_per_s']['median'] / first['images_per_s']['median']:.2f}",
-            f"{of_limit(result, row):.2f}", f"{row['loading']:.1%}",
+            f"{of_limit(result, row):.2f}", f"{row['loading']['median']:.1%}",
             f"{row['evaluation_s']['median']:.3f}",
         ])  # fmt: skip
     for limit in result["limits"]:
@@ -71,7 +71,7 @@ def scaling_table(result):
         limit = the_limit(result, row)
         rows.append([
             str(row["processes"]), str(row["batch_size"]), *rate(row["images_per_s"]),
-            rate(limit["bare"])[0], f"{of_limit(result, row):.2f}", f"{communication(limit):.1%}",
+            rate(limit["bare"])[0], f"{of_limit(result, row):.2f}", communication(limit),
         ])  # fmt: skip
     return table(titles, rows)
 
@@ -100,10 +100,11 @@ def show(result):
     """Return the tables of a result, as the text that the command prints."""
     machine, work = result["machine"], result["work"]
     device = " and ".join(machine["gpus"]) or f"{machine['cores']} cores"
+    windows = int(work["rounds"]) * (int(work["epochs"]) - 1)
     lines = [
         f"{machine['cpu']}, {device}; torch {machine['torch']}",
         f"{work['arch']}, {work['images']} images of {work['image_size']} px, global batch "
-        f"{work['batch_size']}; medians of {int(work['epochs']) - 1} epochs after the first",
+        f"{work['batch_size']}; medians of {windows} epochs",
         "",
         *stages_table(result),
         *evaluation_line(result),
@@ -137,6 +138,6 @@ def draw(result, path):
     axis.set(
         xlabel="images/s in training (bars: median, lines: from least to most)", xlim=(0, None)
     )
-    axis.legend(loc="lower right")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     stored = {"Software": None, "Description": medians(result)}
     figure.savefig(path, dpi=110, bbox_inches="tight", facecolor="white", metadata=stored)
