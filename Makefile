@@ -3,16 +3,19 @@
 PYTHON ?= python3
 PY = .venv/bin/python
 INSTALLED = .venv/installed
+SITE_INSTALLED = .venv/site-installed
 
-.PHONY: help demo test check notebooks diff propagate exits
+.PHONY: help demo test benchmark check notebooks diff propagate site exits
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
 	@echo "make test             run the whole test suite (ARGS=... is passed to pytest)"
+	@echo "make benchmark        measure the stages against their limit (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks again and store their outputs"
 	@echo "make diff A=03 B=04   what a stage changes"
 	@echo "make propagate        carry an edit of a stage's script down the chain"
+	@echo "make site             build the pages and notebooks as a site, in site/build"
 	@echo "make exits            start each launched stage 100 times, count the failures"
 
 # A virtual environment in this folder; made once, and again when requirements.txt changes.
@@ -31,10 +34,14 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
+benchmark: $(INSTALLED)
+	$(PY) benchmarks/compare.py $(ARGS)
+
 check: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -q tests/test_chain.py tests/test_tools.py tests/test_notebooks.py -m "not slow and not long"
+	$(PY) -m pytest -q -m "not slow and not long" \
+	  $(addprefix tests/test_,chain.py tools.py notebooks.py symptoms.py translation.py)
 
 notebooks: $(INSTALLED)
 	$(PY) tools/notebooks.py $(NOTEBOOKS)
@@ -44,6 +51,13 @@ diff:
 
 propagate: $(INSTALLED)
 	@$(PY) tools/propagate.py
+
+$(SITE_INSTALLED): $(INSTALLED) site/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -r site/requirements.txt
+	@touch $@
+
+site: $(SITE_INSTALLED)
+	@$(PY) tools/site.py
 
 exits: $(INSTALLED)
 	$(PY) -m pytest -m long tests/test_exits.py -s

@@ -20,7 +20,7 @@ BANNER = "# ---- "
 HEAD = "docstring and imports"
 
 
-def launch(arguments, fails=False, quiet=False, seconds=120, **variables):
+def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
     """Run `python ARGUMENTS` from the repository's folder and print what it prints.
 
     arguments: a list of strings; variables: put into the environment (None takes one out), besides

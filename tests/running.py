@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import multiprocessing as mp
 
-ANSWER = 60  # seconds within which bad input is answered
+ANSWER = 120  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(["torch", "torchvision", "sklearn.datasets"])
 
@@ -85,7 +85,7 @@ def started(arguments, folder, cwd=ROOT, **variables):
     child.screen = lambda: (folder / "stdout").read_text() + (folder / "stderr").read_text()
     child.members = []
 
-    def wait_for(text, seconds=120):
+    def wait_for(text, seconds=300):
         end = time.monotonic() + seconds
         while text not in child.screen():
             assert time.monotonic() < end and child.poll() is None, child.screen()
@@ -102,7 +102,7 @@ def started(arguments, folder, cwd=ROOT, **variables):
         child.wait()
 
 
-def run(arguments, folder, seconds=120, **variables):
+def run(arguments, folder, seconds=300, **variables):
     """Run a command to its end. Returns its `returncode`, `stdout`, `stderr` and `seconds`."""
     begin = time.monotonic()
     with started(arguments, folder, **variables) as child:
@@ -115,10 +115,27 @@ def run(arguments, folder, seconds=120, **variables):
     )
 
 
-def train(stage, processes, flags, folder, **options):
-    """Run a stage by the command it shows, with --out; return `run`'s answer, rows and weights."""
-    out = Path(folder) / "out"
-    done = run([*command(stage, processes), *flags, "--out", str(out)], folder, **options)
+def copied(stage, folder):
+    """Copy a stage's script and common/ into a new folder, as a reader does; return that folder."""
+    (folder / stage).mkdir(parents=True)
+    shutil.copy(ROOT / stage / "train.py", folder / stage)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
+    return folder
+
+
+def train(stage, processes, flags, folder):
+    """Copy a stage elsewhere, and run it from a third place by the command it shows, with --out.
+
+    In that place is another package of the name `common`, which must not be taken for the copy's.
+    Returns `run`'s answer, with the rows and the weights.
+    """
+    folder = Path(folder)
+    project = copied(stage, folder / "project")
+    (folder / "common").mkdir()
+    (folder / "common/__init__.py").write_text("raise ImportError('the wrong common')")
+    out = folder / "out"
+    done = run([*command(stage, processes, project), *flags, "--out", "out"], folder, cwd=folder)
     return with_results(done, out)
 
 
@@ -162,7 +179,7 @@ def spawn_by_fork():
     mp.spawn = spawn
 
 
-def fork(script, arguments, folder, prepare=None, seconds=120, **variables):
+def fork(script, arguments, folder, prepare=None, seconds=300, **variables):
     """Start a script in a fork of a process that has torch imported, which saves those seconds.
 
     Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`; its
@@ -211,7 +228,7 @@ def train_in_forks(stage, processes, flags, folder):
     """Do as `train` does, in forks instead of by the stage's command, which saves the imports."""
     out = Path(folder) / "out"
     flags = [*flags, "--out", str(out)]
-    ends = fork_ranks(stage, processes, flags, folder, seconds=180)  # bf16 is slow on CPUs
+    ends = fork_ranks(stage, processes, flags, folder)
     done = [end() for end in ends]
     assert [one.returncode for one in done] == [0] * len(ends), done
     assert not any(one.stdout for one in done[1:])

@@ -58,11 +58,12 @@ def test_one_part_gives_the_weights_of_stage_07_bit_for_bit(stage, trained, seve
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_it_learns_in_mixed_precision(stage, amp, trained, several):
-    flags = ("--amp", amp, "--epochs", "3", "--accumulate", "3")
-    done = trained(stage, several, *flags, how=train_in_forks)
-    losses = [row["train"]["loss"] for row in done.rows]
-    assert losses[-1] < 0.1 * losses[0]
-    assert done.rows[-1]["val"]["acc1"] >= 95
+    flags = ("--epochs", "1", "--accumulate", "3")
+    full = trained(stage, several, *flags, how=train_in_forks).rows[0]
+    done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks).rows[0]
+    assert done["train"]["loss"] != full["train"]["loss"]
+    assert done["train"]["loss"] == pytest.approx(full["train"]["loss"], rel=0.02)
+    assert done["val"]["acc1"] >= 90
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tests.running import fork
 from tests.running import free_port
 from tests.running import run
 from tests.running import spawn_by_fork
-from tests.test_faults import launches
+from tests.test_faults import LAUNCHERS
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
@@ -155,7 +155,7 @@ def test_a_port_in_use(stage, tmp_path, fault):
     fault.assert_seen(done.stderr)
 
 
-@pytest.mark.parametrize("stage", launches())
+@pytest.mark.parametrize("stage", LAUNCHERS)
 def test_a_batch_that_the_processes_cannot_share(stage, tmp_path):
     """Launched as shown: torchrun ends with its own code 1 and its report stands below our line."""
     flags = ["--batch-size", "61", "--device", "cpu"]
@@ -167,7 +167,7 @@ def test_a_batch_that_the_processes_cannot_share(stage, tmp_path):
     assert "Traceback" not in done.stderr.partition(ours[-1])[0]
 
 
-@pytest.mark.parametrize("stage", launches())
+@pytest.mark.parametrize("stage", LAUNCHERS)
 def test_a_fault_that_only_the_ranks_can_see(stage, files, tmp_path):
     flags = ["--data", "cifar10", "--data-dir", str(files), "--device", "cpu"]
     done = run([*command(stage, 2), *flags], tmp_path, seconds=ANSWER)

@@ -168,7 +168,7 @@ def copy_of_halfway(halfway, device, tmp_path):
 
 def wait_until(true, run):
     """Wait until `true()`, or until a rank of a run in forks has ended; return whether it is."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not true() and all(rank.process.is_alive() for rank in run.ends):
         assert time.monotonic() < end, run.screen()
         time.sleep(0.001)
@@ -241,7 +241,7 @@ def left_by_a_kill(run):
     what="the process that writes is killed while it writes a snapshot, weights or figures",
     sees="started again it says `goes on after step`; a file has its old contents or its "
     "new ones, and the temporary one goes with the next snapshot",
-    seconds=90,
+    seconds=120,
     lost="the steps since the last snapshot, taken once more",
 )
 @pytest.mark.parametrize("moments", [WHILE_WRITING, WHILE_RECORDING])
@@ -277,7 +277,7 @@ def shown(stage, processes, folder, *flags):
 
 def wait_for_more(child, text, number):
     """Wait until a command has printed a text so many times."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while child.screen().count(text) < number:
         assert time.monotonic() < end and child.poll() is None, child.screen()
         time.sleep(0.01)
@@ -298,7 +298,7 @@ def ranks(child):
     what="one rank or all of them are killed, under `--max-restarts=3`",
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then `goes on after "
     "step`; exit code 0 in the end",
-    seconds=90,
+    seconds=120,
     lost="the steps since the last snapshot, taken once more",
 )
 def test_torchrun_starts_killed_ranks_again(trained, two, device, tmp_path, fault):
@@ -355,7 +355,7 @@ def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
         assert_all_end(child.members)
     step = step_of(snapshots.paths(tmp_path / "snapshots")[0])
     with started(arguments, tmp_path, **variables) as child:
-        assert child.wait(120) == 0, child.screen()
+        assert child.wait(300) == 0, child.screen()
         assert went_on(child.screen()) == [step]
     reference = trained(FIRST, two, *flags, how=train_in_forks)
     assert_same(tmp_path / "out", reference, delay)
@@ -376,7 +376,7 @@ SIGNALS = [
     what="SIGTERM or SIGUSR1 to any rank, from Slurm, Kubernetes or by hand",
     sees="all ranks end after the same step, with a snapshot; exit code 143 or 138 of "
     "those that got it; started again, `goes on after step`",
-    seconds=90,
+    seconds=120,
     lost="nothing",
 )
 @pytest.mark.parametrize("stage", FAULT_TOLERANT)
@@ -534,7 +534,7 @@ def test_the_newest_two_are_kept(tmp_path):
     stages="09",
     what="a snapshot cannot be written, for the disk is full",
     sees="`step ...: no snapshot written (...); the last snapshot is ...`; the training goes on",
-    seconds=90,
+    seconds=120,
     lost="nothing, and what is there is whole (but with --out on that disk the epoch's end fails)",
 )
 def test_a_snapshot_that_cannot_be_written_ends_no_run(trained, copy_of_halfway, several, fault):
@@ -623,7 +623,7 @@ def test_an_unreadable_snapshot_is_a_value_error(damage, halfway, tmp_path):
     stages="09",
     what="a snapshot is damaged, or another file has its name",
     sees="`step-...pt is damaged or no snapshot, and passed over`; it goes on from the one before",
-    seconds=90,
+    seconds=120,
     lost="the steps between the two, taken once more",
 )
 def test_unreadable_snapshots_are_passed_over(trained, copy_of_halfway, several, fault):
@@ -663,7 +663,7 @@ def assert_refused(run, done, *words):
     stages="09",
     what="no snapshot in the folder can be read",
     sees="`train.py: error: --snapshots: ... holds no snapshot that can be read`; exit code 2",
-    seconds=90,
+    seconds=120,
     lost="nothing is written or removed",
 )
 def test_if_none_can_be_read_no_run_begins(copy_of_halfway, fault):
@@ -696,7 +696,7 @@ ALIKE = ["--workers", "1", "--accumulate", "2", "--timeout", "100", "--snapshot-
     "number of epochs",
     sees="`train.py: error: --snapshots: ... is of a run with --...; name another folder`; "
     "exit code 2",
-    seconds=90,
+    seconds=120,
     lost="nothing is written or removed",
 )
 @pytest.mark.parametrize("flag", OTHER)
@@ -843,7 +843,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     what="five steps in a row have a gradient that is not finite, on one rank or on all",
     sees="`step ...: skipped` of each step, then `FloatingPointError: step ...: 5 in a row "
     "skipped; the last snapshot is ...`; exit code 1",
-    seconds=90,
+    seconds=120,
     lost="nothing; the weights are those before the first of the five",
 )
 def test_five_bad_steps_in_a_row_end_all_ranks_and_are_counted_across_a_stop(

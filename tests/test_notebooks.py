@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from common import lesson
 from tests.running import ROOT
@@ -65,7 +64,7 @@ def nbval(notebook, compare=True):
     options = [
         "--nbval" if compare else "--nbval-lax",
         "--nbval-current-env",
-        "--nbval-cell-timeout=120",
+        "--nbval-cell-timeout=600",
         "-p",
         "no:cacheprovider",
     ]
@@ -94,24 +93,8 @@ def run_in_copy(stage, copy, without_slurm):
     return done, files(copy) - before
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Start all the notebooks, two at a time: one alone leaves a core idle now and then.
-
-    Returns the future of each run, by (stage, whether it has to do without Slurm).
-    """
-    wanted = [(stage, False) for stage in STAGES if stage != "06_slurm" or not missing_for_slurm()]
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            (stage, without): pool.submit(
-                run_in_copy, stage, copy_of_the_files(tmp_path_factory.mktemp(stage)), without
-            )
-            for stage, without in [*wanted, ("06_slurm", True)]
-        }
-
-
-def assert_it_ran(stage, run):
-    done, left = run.result()
+def assert_it_runs(stage, copy, without_slurm=False):
+    done, left = run_in_copy(stage, copy, without_slurm)
     cells = len(code_cells(stage))
     assert re.search(rf"^{cells} passed", done.stdout, re.MULTILINE), done.stdout[-5000:]
     assert not left
@@ -119,15 +102,15 @@ def assert_it_ran(stage, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_notebook_runs_alone_in_a_clean_copy(stage, runs):
-    if (stage, False) not in runs:
+def test_a_notebook_runs_alone_in_a_clean_copy(stage, clean_copy):
+    if stage == "06_slurm" and missing_for_slurm():
         pytest.skip(missing_for_slurm())
-    assert_it_ran(stage, runs[stage, False])
+    assert_it_runs(stage, clean_copy)
 
 
 @pytest.mark.slow
-def test_the_slurm_notebook_runs_without_a_cluster(runs):
-    assert_it_ran("06_slurm", runs["06_slurm", True])
+def test_the_slurm_notebook_runs_without_a_cluster(clean_copy):
+    assert_it_runs("06_slurm", clean_copy, without_slurm=True)
 
 
 @pytest.mark.slow

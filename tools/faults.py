@@ -16,7 +16,9 @@ HEAD = """# What may go wrong, and what you see then
 
 Every row is produced by a test. It makes this happen, waits for the end of the run (or for it to
 go on) no longer than the seconds say, and looks on the screen for the words in `this type`, where
-`...` stands for anything. `python tools/faults.py` writes this page from the marks of the tests.
+`...` stands for anything. The seconds leave room for two cores that are busy with other tests; by
+itself most of this takes a few. `python tools/faults.py` writes this page from the marks
+of the tests.
 
 What is lost is training. With `--out` the stages write weights and figures after each epoch: enough
 to use a network, and not enough to go on with its training. Stage 09 goes on from its last snapshot
