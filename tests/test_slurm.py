@@ -16,6 +16,7 @@ from tests.running import fork
 from tests.running import free_port
 from tests.running import missing_for_slurm
 from tests.running import train_in_forks
+from tests.test_faults import ENDLESS
 from tests.test_faults import alive
 from tests.test_faults import answers
 
@@ -24,7 +25,6 @@ import pytest
 
 STAGE = ROOT / "06_slurm"
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
-ENDLESS = ["--device", "cpu", "--epochs", "100000"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,10 +67,14 @@ class Cluster:
                 found.append(process)
         return found
 
-    def submit(self, name, *flags, options=(), cwd, stage=STAGE, **variables):
-        """Submit a stage's job file from the folder `cwd`; return the job's number and its log."""
+    def submit(self, name, *flags, per_node=1, cwd, stage=STAGE, **variables):
+        """Submit a stage's job file from the folder `cwd`; return the job's number and its log.
+
+        It has two nodes; per_node: processes on each.
+        """
         self.variables.update(variables)
-        words = ["sbatch", "--parsable", *options, stage / name, *map(str, flags)]
+        option = "--cpus-per-task" if "torchrun" in name else "--ntasks-per-node"
+        words = ["sbatch", "--parsable", f"{option}={per_node}", stage / name, *map(str, flags)]
         number = self.call(*words, cwd=cwd).stdout.strip()
         for variable in variables:
             del self.variables[variable]
@@ -102,14 +106,12 @@ class Cluster:
         found = {}
         for process in psutil.process_iter():
             try:
-                environ = process.environ()
-                if "train.py" not in " ".join(process.cmdline()):
-                    continue
+                words, environ = process.cmdline(), process.environ()
             except psutil.Error:
                 continue
-            rank = environ.get("RANK", environ.get("SLURM_PROCID"))
-            if environ.get("SLURM_JOB_ID") == job.number and "SLURM_STEP_ID" in environ:
-                found[rank] = process
+            trains = "train.py" in " ".join(words) and "torch.distributed.run" not in words
+            if trains and environ.get("SLURM_JOB_ID") == job.number and "SLURM_STEP_ID" in environ:
+                found[environ.get("RANK", environ.get("SLURM_PROCID"))] = process
         return found
 
 
@@ -142,23 +144,23 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
 ):
     """Two tasks per node; with different seeds, so that neither can take the other's gradients."""
     seeds = {"job.sbatch": [], "job_torchrun.sbatch": ["--seed", "1"]}
-    jobs = {
-        name: cluster.submit(
-            name, "--device", "cpu", *DOUBLE, *seed, "--out", tmp_path / name, cwd=tmp_path
-        )
-        for name, seed in seeds.items()
-    }
+    jobs = {}
+    for name, seed in seeds.items():
+        flags = ["--device", "cpu", *DOUBLE, *seed, "--out", tmp_path / name]
+        jobs[name] = cluster.submit(name, *flags, per_node=2, cwd=tmp_path)
+    shown = []
     for job in jobs.values():
-        cluster.wait_for(job, "4 processes on gloo")
-    assert [cluster.show(job)["JobState"] for job in jobs.values()] == ["RUNNING", "RUNNING"]
-    for name, job in jobs.items():
         state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        assert state == "COMPLETED", job.log.read_text()
+        shown.append(cluster.show(job))
+        assert (shown[-1]["NumNodes"], shown[-1]["Requeue"]) == ("2", "1")
+    assert shown[0]["NodeList"] == shown[1]["NodeList"]
+    assert max(one["StartTime"] for one in shown) < min(one["EndTime"] for one in shown)
+    for name, job in jobs.items():
         log = job.log.read_text()
-        assert state == "COMPLETED", log
-        shown = cluster.show(job)
-        assert (shown["NumNodes"], shown["Requeue"]) == ("2", "1")
+        assert "4 processes on gloo" in log
         assert len(re.findall("^epoch .: train", log, re.MULTILINE)) == 2  # one process prints
-        reference = trained("01_single_gpu", 1, *DOUBLE, *seeds[name])
+        reference = trained("01_single_gpu", 1, *DOUBLE, *seeds[name], how=train_in_forks)
         assert difference(tmp_path / name / "last.pt", reference.weights) <= 1e-10
 
 
@@ -166,16 +168,16 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
     stages="06 to 08",
     what="a rank of a job is killed",
     sees="the job's state FAILED, and which task it was, in its log: `srun: error: ... task`",
-    seconds=120,
+    seconds=60,
     lost="the run",
 )
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
 def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
-    job = cluster.submit(name, *ENDLESS, cwd=tmp_path)
+    job = cluster.submit(name, "--device", "cpu", *ENDLESS, cwd=tmp_path)
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
-    assert sorted(ranks) == ["0", "1", "2", "3"]
-    ranks["3"].kill()
+    assert sorted(ranks) == ["0", "1"]
+    ranks["1"].kill()
     assert cluster.wait(job, "FAILED", "COMPLETED", seconds=fault.seconds) == "FAILED"
     fault.assert_seen(job.log.read_text())
     assert_gone(ranks.values())
@@ -185,17 +187,17 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     stages="06 to 09",
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED and, in its log, `CANCELLED`; no process and no port is left",
-    seconds=120,
+    seconds=60,
     lost="the run; with stage 09 nothing, it can go on from a snapshot",
 )
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = ROOT / "07_distributed_eval/train.py"
-    job = cluster.submit(name, *ENDLESS, cwd=tmp_path, SCRIPT=str(script))
+    job = cluster.submit(name, "--device", "cpu", *ENDLESS, cwd=tmp_path, SCRIPT=str(script))
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
-    assert len(ranks) == 4 and all(str(script) in rank.cmdline() for rank in ranks.values())
+    assert len(ranks) == 2 and all(str(script) in rank.cmdline() for rank in ranks.values())
     cluster.call("scancel", job.number)
     assert cluster.wait(job, "CANCELLED", seconds=fault.seconds) == "CANCELLED"
     assert_gone(ranks.values())
@@ -208,12 +210,12 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     stages="06 to 08",
     what="a job's time is nearly over",
     sees="`the time is nearly over` in its log; it is queued again, once, and begins anew",
-    seconds=120,
+    seconds=60,
     lost="the run so far",
 )
 def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault):
     """Slurm's signal, sent by hand; the job trains from the start, once more and not for ever."""
-    job = cluster.submit("job.sbatch", *ENDLESS[:2], "--epochs", 40, cwd=tmp_path)
+    job = cluster.submit("job.sbatch", "--device", "cpu", *ENDLESS, "--epochs", 60, cwd=tmp_path)
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)
@@ -232,6 +234,25 @@ def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault)
     assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
 
 
+# One epoch of 600 steps, so a job that is stopped has no snapshot but the one it writes then.
+LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
+NEVER = ("--snapshot-every", "1000000", "--device", "cpu")
+
+
+def at(folder):
+    """Say to `Cluster.submit` that the job is stage 09's, submitted from a folder."""
+    return {"cwd": folder, "stage": ROOT / "09_fault_tolerance"}
+
+
+def stopped_by_slurms_signal(cluster, job, cwd):
+    """Send the signal that a job gets before its time is over; return the step of its snapshot."""
+    ranks = cluster.ranks(job)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
+    assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", job.log.read_text()
+    assert_gone(ranks.values())
+    return steps_of(job, cwd)[-1]
+
+
 def steps_of(job, cwd):
     """Return the steps of the snapshots that a job has written."""
     return [int(path.stem[5:]) for path in sorted(Path(cwd, f"snapshots-{job.number}").glob("*"))]
@@ -247,29 +268,18 @@ def steps_of(job, cwd):
 )
 def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
     """Both happen to the same job, which is long enough; no bit of its weights knows of it."""
-    flags = ["--epochs", "12"]
-    reference = trained("09_fault_tolerance", 4, *flags, how=train_in_forks)
-    never = ["--snapshot-every", "1000000", "--device", "cpu", "--out", tmp_path / "out"]
-    job = cluster.submit(
-        "job.sbatch", *flags, *never, cwd=tmp_path, stage=ROOT / "09_fault_tolerance"
-    )
-    cluster.wait_for(job, "epoch 2: ")
+    reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
+    job = cluster.submit("job.sbatch", *LONG, *NEVER, "--out", tmp_path / "out", **at(tmp_path))
+    cluster.wait_for(job, "2 processes on gloo")
     ranks = cluster.ranks(job)
     words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
     cluster.call(*words, "--output=/dev/null", "--wrap=sleep 2", cwd=tmp_path)
     cluster.wait(job, "PENDING")
     assert_gone(ranks.values())
-    first = steps_of(job, tmp_path)[-1]
+    (first,) = steps_of(job, tmp_path)
     cluster.wait_for(job, f"goes on after step {first}\n", seconds=fault.seconds)
-    cluster.wait_for(job, f"epoch {first // 25 + 2}: ")
-    ranks = cluster.ranks(job)
-    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
-    cluster.wait_for(job, "the time is nearly over")
-    cluster.wait(job, "PENDING")
-    assert_gone(ranks.values())
-    second = steps_of(job, tmp_path)[-1]
-    assert second > first
-    assert first % 25 or second % 25  # at the end of an epoch a snapshot would be due anyway
+    second = stopped_by_slurms_signal(cluster, job, tmp_path)
+    assert 0 < first < second < 600
     state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=fault.seconds)
     log = job.log.read_text()
     fault.assert_seen(log)
@@ -289,21 +299,22 @@ def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_
     lost="the steps since the last snapshot, taken once more",
 )
 def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
-    flags = ["--epochs", "6"]
-    reference = trained("09_fault_tolerance", 4, *flags, how=train_in_forks)
-    often = ["--snapshot-every", "10", "--device", "cpu", "--out", tmp_path / "out"]
-    job = cluster.submit(
-        "job_torchrun.sbatch", *flags, *often, cwd=tmp_path, stage=ROOT / "09_fault_tolerance"
-    )
-    cluster.wait_for(job, "epoch 2: ")
-    cluster.ranks(job)["3"].kill()
+    """Before that its time is nearly over, as above."""
+    reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
+    flags = (*LONG, *NEVER, "--out", tmp_path / "out")
+    job = cluster.submit("job_torchrun.sbatch", *flags, **at(tmp_path))
+    cluster.wait_for(job, "2 processes on gloo")
+    step = stopped_by_slurms_signal(cluster, job, tmp_path)
+    assert 0 < step < 600
+    cluster.wait_for(job, f"goes on after step {step}\n", seconds=fault.seconds)
+    cluster.ranks(job)["1"].kill()
     ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     state = cluster.wait(job, *ends, seconds=fault.seconds)
     log = job.log.read_text()
     assert state == "COMPLETED", log
     fault.assert_seen(log)
-    assert log.count("4 processes on gloo") == 2
-    assert re.search(r"goes on after step \d+\n", log)
+    assert log.count("2 processes on gloo") == 3
+    assert log.count(f"goes on after step {step}\n") == 2
     assert difference(tmp_path / "out/last.pt", reference.weights) == 0
 
 
