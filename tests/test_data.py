@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 from torchvision import datasets
 
 STATE = np.random.RandomState(0)
@@ -84,6 +85,10 @@ def test_digits_are_split_once_for_all():
     assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.float32
     assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3  # normalised once
     assert labels.bincount().min() > 100
+    ours = torch.cat([train_set.images, val_set.images]).flatten(1) / 255 * 16
+    ours = torch.cat([ours, torch.cat([train_set.labels, val_set.labels])[:, None]], 1)
+    theirs = np.column_stack(load_digits(return_X_y=True)).astype(int).tolist()
+    assert sorted(ours.round().int().tolist()) == sorted(theirs)
     pixels = {tuple(image.flatten().tolist()) for image in train_set.images}
     shared = sum(tuple(image.flatten().tolist()) in pixels for image in val_set.images)
     assert shared == 0
