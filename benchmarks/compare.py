@@ -5,7 +5,6 @@ python benchmarks/compare.py --image-size 224 --arch resnet50 --batch-size 256 -
 python benchmarks/compare.py --show benchmarks/two_cores.json
 """
 
-import copy
 import json
 import os
 import platform
@@ -39,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 def read_flags():
     """Return the flags, checked: those of every stage, and what to measure."""
     parser = flags.Flags(__doc__)
-    parser.set_defaults(data="fake", image_size=32, images=600, epochs=3)
+    parser.set_defaults(data="fake", image_size=32, images=None, epochs=3)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="(default: all of them)")
     parser.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off",
                         help="mixed precision in the stages that have it")  # fmt: skip
@@ -55,6 +54,7 @@ def read_flags():
     parser.add_argument("--show", type=flags.existing_file, help="print such a file, no more")
     args = parser.parse_args()
     args.stages = args.stages or stages()
+    args.images = args.images or 10 * args.batch_size  # ten steps are an epoch, and a window
     for stage in args.stages:
         if stage not in stages():
             parser.error(f"{stage}: the stages are {' '.join(stages())}")
@@ -109,7 +109,7 @@ def pooled(rows):
         named = {name: value for name, value in row.items() if not isinstance(value, list)}
         same = next((other for other in kept if named.items() <= other.items()), None)
         if same is None:
-            kept.append(row)
+            kept.append({k: [*v] if isinstance(v, list) else v for k, v in row.items()})
         else:
             for name in row.keys() - named.keys():
                 same[name] += row[name]
@@ -134,7 +134,7 @@ def train(args, stage, processes, **others):
         text = (folder / "out/metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()][1:]
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": a step's milliseconds, with those of its data
-    steps = re.findall(r"^epoch \d+ .*data (\S+) ms +batch (\S+) ms", progress, re.M)[1:]
+    steps = re.findall(r"^epoch \d+ (\d+)/\1 +data (\S+) ms +batch (\S+) ms", progress, re.M)[1:]
     return {
         "stage": stage,
         "processes": processes,
@@ -143,7 +143,7 @@ def train(args, stage, processes, **others):
         "images_per_s": [row["train"]["images"] / row["train"]["seconds"] for row in rows],
         "epoch_s": [row["train"]["seconds"] for row in rows],
         "evaluation_s": [row["val"]["seconds"] for row in rows],
-        "loading": [float(data) / float(step) for data, step in steps],
+        "loading": [float(data) / float(step) for _, data, step in steps],
         "bytes": [memory],
     }
 
@@ -178,6 +178,8 @@ def count(args, stage, processes):
         arguments[place:place] = [str(HERE / "counted.py"), str(file)]
         amp = ["amp"] if has_flag(stage, "--amp") else []
         run([*arguments, *work(args, *amp, epochs=1)], Path(folder))
+        if not file.exists():
+            flags.stop("--batch-size: too few steps make an epoch to count what they send")
         return json.loads(file.read_text())
 
 
@@ -185,7 +187,8 @@ def machine(args):
     """Describe the machine and the software."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + ": ?")[1]
+        named = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+        cpu = named[1] if named else cpu  # ARM has no such line
     gpus = range(torch.cuda.device_count() if args.device.type == "cuda" else 0)
     return {
         "cpu": cpu,
@@ -208,26 +211,26 @@ def measure(args):
     processes_of = {stage: args.processes if stage in several else 1 for stage in args.stages}
     works = [(n, args.batch_size) for n in args.scaling if n != args.processes]
     works += [(args.processes, size) for size in args.batch_sizes if size != args.batch_size]
+    counted = {}
+    for stage, processes in processes_of.items():
+        tell(f"counting what {stage} sends")
+        counted[stage] = count(args, stage, processes)
     measured = {"limits": [], "stages": [], "scaling": []}
     for number in range(1, args.rounds + 1):  # all of them in turn: a machine's speed may drift
         for processes in sorted({*processes_of.values(), *args.scaling}):
             for amp in sorted({"off", args.amp}, key=list(NAMES).index):
                 tell(f"round {number}: the limit, {NAMES[amp]}, processes: {processes}")
-                more = args.batch_sizes if (processes, amp) == (args.processes, "off") else []
+                more = args.batch_sizes if processes == args.processes else []
                 measured["limits"] += limits(args, processes, [args.batch_size, *more], amp)
             for stage in (name for name in args.stages if processes_of[name] == processes):
                 tell(f"round {number}: {stage}")
                 measured["stages"].append(train(args, stage, processes))
                 if stage in several[:1]:
-                    measured["scaling"].append(copy.deepcopy(measured["stages"][-1]))
+                    measured["scaling"].append(measured["stages"][-1])
         for stage in several[:1]:
             for processes, size in works:  # but for the one that the table of the stages has
                 tell(f"round {number}: {stage}, processes: {processes}, global batch: {size}")
                 measured["scaling"].append(train(args, stage, processes, batch_size=size))
-    counted = {}
-    for stage, processes in processes_of.items():
-        tell(f"counting what {stage} sends")
-        counted[stage] = count(args, stage, processes)
     return {
         "machine": machine(args),
         "work": {name: str(getattr(args, name)) for name in (*WORK, "rounds", "amp")},
