@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
+from tools.stages import takes_processes
 
 import psutil
 import torch
@@ -26,7 +27,7 @@ from torch import multiprocessing as mp
 
 ANSWER = 120  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch", "torchvision", "sklearn.datasets"])
+forkserver.set_forkserver_preload(["torch", "torchvision", "tests.frozen"])
 
 
 def environment(**variables):
@@ -124,6 +125,17 @@ def copied(stage, folder):
     return folder
 
 
+def changed(stage, folder, *replacements):
+    """Copy a stage likewise, with texts of its script replaced, each of which stands there once."""
+    root = copied(stage, folder)
+    text = (root / stage / "train.py").read_text()
+    for old, new in replacements:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (root / stage / "train.py").write_text(text)
+    return root
+
+
 def train(stage, processes, flags, folder):
     """Copy a stage elsewhere, and run it from a third place by the command it shows, with --out.
 
@@ -212,6 +224,8 @@ def fork_ranks(stage, processes, flags, folder, root=ROOT, **options):
 
     Returns the functions that wait for their ends, rank 0 first; of a spawning stage its parent's.
     """
+    if not takes_processes(stage):
+        return [fork(root / stage / "train.py", flags, folder, **options)]
     if launcher(stage) == "python":
         flags = ["--nproc", str(processes), *flags]
         return [fork(root / stage / "train.py", flags, folder, spawn_by_fork, **options)]

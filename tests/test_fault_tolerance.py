@@ -28,6 +28,7 @@ from tests.faults import no_step
 from tests.faults import signalled
 from tests.faults import signalled_and_slow_to_write
 from tests.running import ROOT
+from tests.running import changed
 from tests.running import family
 from tests.running import fork_ranks
 from tests.running import started
@@ -136,18 +137,6 @@ def assert_no_step_is_lost_or_doubled(run, steps, what=""):
     assert state["sums"][:, 3].sum() == rows(run.out)[-1]["train"]["images"], what
 
 
-def changed(folder, *replacements, stage=FIRST):
-    """Make a copy of a stage's script with some texts replaced; return the root to run it in."""
-    text = (ROOT / stage / "train.py").read_text()
-    for old, new in replacements:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / stage).mkdir(parents=True)
-    (folder / stage / "train.py").write_text(text)
-    (folder / "common").symlink_to(ROOT / "common")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def halfway(several, device, tmp_path_factory):
     """A run that was killed in step 15; its newest snapshots are of the steps 12 and 14."""
@@ -241,7 +230,7 @@ def left_by_a_kill(run):
     what="the process that writes is killed while it writes a snapshot, weights or figures",
     sees="started again it says `goes on after step`; a file has its old contents or its "
     "new ones, and the temporary one goes with the next snapshot",
-    seconds=120,
+    seconds=60,
     lost="the steps since the last snapshot, taken once more",
 )
 @pytest.mark.parametrize("moments", [WHILE_WRITING, WHILE_RECORDING])
@@ -344,6 +333,7 @@ def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
         time.sleep(delay := draw.uniform(0, 0.05))
         child.send_signal(signal.SIGTERM)
         assert child.wait(90) not in (0, None)
+        assert_all_end(child.members)
     (path,) = snapshots.paths(tmp_path / "snapshots")
     step = step_of(path)
     assert 0 < step < 100, delay
@@ -376,7 +366,7 @@ SIGNALS = [
     what="SIGTERM or SIGUSR1 to any rank, from Slurm, Kubernetes or by hand",
     sees="all ranks end after the same step, with a snapshot; exit code 143 or 138 of "
     "those that got it; started again, `goes on after step`",
-    seconds=120,
+    seconds=60,
     lost="nothing",
 )
 @pytest.mark.parametrize("stage", FAULT_TOLERANT)
@@ -534,7 +524,7 @@ def test_the_newest_two_are_kept(tmp_path):
     stages="09",
     what="a snapshot cannot be written, for the disk is full",
     sees="`step ...: no snapshot written (...); the last snapshot is ...`; the training goes on",
-    seconds=120,
+    seconds=60,
     lost="nothing, and what is there is whole (but with --out on that disk the epoch's end fails)",
 )
 def test_a_snapshot_that_cannot_be_written_ends_no_run(trained, copy_of_halfway, several, fault):
@@ -623,7 +613,7 @@ def test_an_unreadable_snapshot_is_a_value_error(damage, halfway, tmp_path):
     stages="09",
     what="a snapshot is damaged, or another file has its name",
     sees="`step-...pt is damaged or no snapshot, and passed over`; it goes on from the one before",
-    seconds=120,
+    seconds=60,
     lost="the steps between the two, taken once more",
 )
 def test_unreadable_snapshots_are_passed_over(trained, copy_of_halfway, several, fault):
@@ -663,7 +653,7 @@ def assert_refused(run, done, *words):
     stages="09",
     what="no snapshot in the folder can be read",
     sees="`train.py: error: --snapshots: ... holds no snapshot that can be read`; exit code 2",
-    seconds=120,
+    seconds=60,
     lost="nothing is written or removed",
 )
 def test_if_none_can_be_read_no_run_begins(copy_of_halfway, fault):
@@ -696,7 +686,7 @@ ALIKE = ["--workers", "1", "--accumulate", "2", "--timeout", "100", "--snapshot-
     "number of epochs",
     sees="`train.py: error: --snapshots: ... is of a run with --...; name another folder`; "
     "exit code 2",
-    seconds=120,
+    seconds=60,
     lost="nothing is written or removed",
 )
 @pytest.mark.parametrize("flag", OTHER)
@@ -814,6 +804,7 @@ def with_bad_images(folder, *bad):
     main = "if args.out and is_main():"
     every = 'if checkpoint.save(model.state_dict(), args.out / f"{dist.get_rank()}.pt") or '
     return changed(
+        FIRST,
         folder,
         (begin, spoil + begin),
         (tell, tell.replace("log", "print")),
@@ -843,7 +834,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     what="five steps in a row have a gradient that is not finite, on one rank or on all",
     sees="`step ...: skipped` of each step, then `FloatingPointError: step ...: 5 in a row "
     "skipped; the last snapshot is ...`; exit code 1",
-    seconds=120,
+    seconds=60,
     lost="nothing; the weights are those before the first of the five",
 )
 def test_five_bad_steps_in_a_row_end_all_ranks_and_are_counted_across_a_stop(
@@ -875,7 +866,7 @@ DROPOUT += ("--arch", "squeezenet1_1")
 def test_dropout_goes_on_with_the_same_numbers(seeded, two, device, tmp_path):
     line = "torch.manual_seed(data.seed_of(args.seed, step, dist.get_rank()))"
     new = line if seeded else "data.seed_of(args.seed, step, dist.get_rank())"
-    root = changed(tmp_path / "copy", (line, new))
+    root = changed(FIRST, tmp_path / "copy", (line, new))
     whole = Run(tmp_path / "whole", device, *DROPOUT, root=root)
     assert codes(whole.go()) == [0, 0]
     parts = Run(tmp_path / "parts", device, *DROPOUT, root=root)

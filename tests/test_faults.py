@@ -9,6 +9,7 @@ import time
 
 from common.lesson import sections
 from tests.running import ROOT
+from tests.running import changed
 from tests.running import family
 from tests.running import started
 from tools.stages import command
@@ -119,30 +120,26 @@ def training(tmp_path, device):
     stages="03 to 09",
     what="a rank raises an error",
     sees="the traceback of that rank, ending in `RuntimeError: rank 1 fell`; exit code 1",
-    seconds=120,
+    seconds=30,
     lost="the run; with stage 09 the steps since the last snapshot",
 )
 @pytest.mark.parametrize("stage", LAUNCHERS)
 def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path, fault):
-    (tmp_path / "common").symlink_to(ROOT / "common")
-    (tmp_path / stage).mkdir()
-    text = (ROOT / stage / "train.py").read_text()
-    old = "    dist.all_reduce(meter.sums)"
+    old = "    dist.all_reduce(meter.sums)  # [03]"
     new = '    if epoch == 3 and dist.get_rank() == 1:\n        raise RuntimeError("rank 1 fell")\n'
-    text = text.replace(old, new + old, 1)  # the first is the training's
-    (tmp_path / stage / "train.py").write_text(text)
-    child = training(stage, root=tmp_path)
+    root = changed(stage, tmp_path / "copy", (old, new + old))
+    child = training(stage, root=root)
     assert child.wait(fault.seconds) == 1
     fault.assert_seen(child.screen())
     assert re.search(r"in train_one_epoch\n", child.screen())
-    assert_gone(child.members, [], 60)
+    assert_gone(child.members, [], 10)
 
 
 @pytest.mark.fault(
     stages="03 to 09",
     what="a rank is killed, for want of memory for instance",
     sees="which rank it was, and `SIGKILL`; the others' connections break; exit code 1",
-    seconds=120,
+    seconds=30,
     lost="the run; with stage 09 the steps since the last snapshot",
 )
 @pytest.mark.parametrize("stage", LAUNCHERS)
@@ -151,7 +148,7 @@ def test_a_rank_that_is_killed_takes_the_run_down(stage, training, fault):
     ranks(child)[1].kill()
     assert child.wait(fault.seconds) == 1
     fault.assert_seen(child.screen())
-    assert_gone(child.members, [], 60)
+    assert_gone(child.members, [], 10)
 
 
 @pytest.mark.fault(
@@ -159,7 +156,7 @@ def test_a_rank_that_is_killed_takes_the_run_down(stage, training, fault):
     what="a rank hangs, here with `--timeout 5` seconds (300 by default)",
     sees="after the timeout a traceback of the others with `timed out`; torchrun gives the one"
     " that hangs another 30 s",
-    seconds=120,
+    seconds=60,
     lost="the run; with stage 09 the steps since the last snapshot",
 )
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path, fault):
@@ -171,7 +168,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path, faul
     for child in children:
         assert child.wait(fault.seconds) == 1
         fault.assert_seen(child.screen())
-        assert_gone(child.members, [], 60)
+        assert_gone(child.members, [], 10)
 
 
 def test_the_launches_are_torchrun_and_spawn_and_the_stage_that_notes_signals():
@@ -185,11 +182,13 @@ def test_the_launches_are_torchrun_and_spawn_and_the_stage_that_notes_signals():
     stages="03 to 09",
     what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot hand on",
     sees="no process and no port of the run is left; the exit code is not 0",
-    seconds=120,
+    seconds=60,
     lost="the run; with stage 09 nothing after SIGTERM, else the steps since the last snapshot",
 )
-@pytest.mark.parametrize("stage", LAUNCHED)
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stage, stop", [
+    *((stage, stop) for stage in LAUNCHERS for stop in (signal.SIGTERM, signal.SIGKILL)),
+    *((stage, signal.SIGINT) for stage in LAUNCHED),  # the others in tests/test_fault_tolerance.py
+])  # fmt: skip
 def test_a_launcher_that_is_stopped_leaves_nothing(
     stage, stop, training, tmp_path, monkeypatch, fault
 ):
@@ -201,7 +200,7 @@ def test_a_launcher_that_is_stopped_leaves_nothing(
     listening = ports(child.members)
     os.kill(child.pid, stop)
     assert child.wait(fault.seconds) != 0
-    assert_gone(child.members, listening, 60)
+    assert_gone(child.members, listening, 10)
     if stop != signal.SIGKILL:
         assert not list(temporary.glob("*/rendezvous"))
 
@@ -219,4 +218,4 @@ def test_a_launcher_that_is_stopped_while_its_ranks_start(stage, stop, tmp_path,
         time.sleep(1)
         os.kill(child.pid, stop)
         assert child.wait(GRACE) != 0
-        assert_gone(child.members, [], 60)
+        assert_gone(child.members, [], 10)

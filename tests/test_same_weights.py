@@ -3,12 +3,13 @@
 import sys
 
 from common.lesson import difference
+from tests.running import changed
+from tests.running import fork_ranks
 from tests.running import free_port
 from tests.running import run
 from tests.running import started
 from tests.running import train_in_forks
 from tools.stages import ROOT
-from tools.stages import command
 from tools.stages import stages
 from tools.stages import takes_processes
 
@@ -28,17 +29,23 @@ def assert_same(one, other):
             assert a[part]["acc1"] == b[part]["acc1"]
 
 
-def test_dataparallel_equals_one_gpu(trained):
-    assert_same(trained("01_single_gpu", 1, *DOUBLE), trained("02_dataparallel", 1, *DOUBLE))
+@pytest.fixture
+def alone(trained):
+    """Stage 01 in double precision, which all others are compared with."""
+    return trained("01_single_gpu", 1, *DOUBLE, how=train_in_forks)
 
 
-def test_any_number_of_processes_equals_one_gpu(trained, device, launched, processes):
+def test_dataparallel_equals_one_gpu(trained, alone):
+    assert_same(alone, trained("02_dataparallel", 1, *DOUBLE, how=train_in_forks))
+
+
+def test_any_number_of_processes_equals_one_gpu(trained, alone, device, launched, processes):
     done = trained(launched, processes, *DOUBLE, how=train_in_forks)
     assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
-    assert_same(trained("01_single_gpu", 1, *DOUBLE), done)
+    assert_same(alone, done)
 
 
-def test_two_launchers_as_on_two_machines(trained, several, device, tmp_path):
+def test_two_launchers_as_on_two_machines(alone, several, device, tmp_path):
     """Two torchruns that meet at one address, as notebook 03 shows for two machines."""
     if several < 2:
         pytest.skip("a second process needs a second GPU")
@@ -55,8 +62,7 @@ def test_two_launchers_as_on_two_machines(trained, several, device, tmp_path):
         assert second.wait(300) == 0, second.screen()
     assert first.returncode == 0, first.stderr
     assert "2 processes on gloo" in first.stdout + second.screen()
-    reference = trained("01_single_gpu", 1, *DOUBLE).weights
-    assert difference(tmp_path / "out/last.pt", reference) <= 1e-10
+    assert difference(tmp_path / "out/last.pt", alone.weights) <= 1e-10
 
 
 @pytest.mark.parametrize("stage", stages())
@@ -78,42 +84,35 @@ def weights_of_each_rank(device, several, tmp_path_factory):
 
     def get(name, old, new):
         folder = tmp_path_factory.mktemp(name)
-        (folder / "common").symlink_to(ROOT / "common")
-        (folder / "03_ddp_launch").mkdir()
-        text = (ROOT / "03_ddp_launch/train.py").read_text()
         every_rank = (
             "if args.out and is_main():",
             "args.out /= str(dist.get_rank())\n        if 1:",
         )
-        for before, after in ((old, new), every_rank):
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        (folder / "03_ddp_launch/train.py").write_text(text)
-        flags = ["--dtype", "float64", "--epochs", "2", "--device", device, "--out", "out"]
+        root = changed("03_ddp_launch", folder / "copy", (old, new), every_rank)
         out = folder / "out"
-        flags[-1] = str(out)
+        flags = [*DOUBLE, "--device", device, "--out", str(out)]
+        ends = fork_ranks("03_ddp_launch", several, flags, folder, root=root)
+        assert [end().returncode for end in ends] == [0] * several
         # Every epoch's folder lies in the one before: out/RANK/RANK.
-        done = run([*command("03_ddp_launch", several, root=folder), *flags], folder)
-        assert done.returncode == 0, done.stderr
         return [out / str(rank) / str(rank) / "last.pt" for rank in range(several)]
 
     return get
 
 
-def test_all_ranks_hold_the_same_weights(weights_of_each_rank, trained):
+def test_all_ranks_hold_the_same_weights(weights_of_each_rank, alone):
     first, second = weights_of_each_rank("as-it-is", "gc.collect()", "gc.collect()")
     assert difference(first, second) == 0
-    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) <= 1e-10
+    assert difference(first, alone.weights) <= 1e-10
 
 
-def test_without_ddp_the_ranks_part(weights_of_each_rank, trained):
+def test_without_ddp_the_ranks_part(weights_of_each_rank, alone):
     wrap = "nn.parallel.DistributedDataParallel(model)"
     first, second = weights_of_each_rank("no-ddp", wrap, "model")
     assert difference(first, second) > 1e-3
-    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) > 1e-3
+    assert difference(first, alone.weights) > 1e-3
 
 
-def test_without_set_epoch_the_weights_are_others(weights_of_each_rank, trained):
+def test_without_set_epoch_the_weights_are_others(weights_of_each_rank, alone):
     first, second = weights_of_each_rank("no-set-epoch", "loader.sampler.set_epoch(epoch)", "pass")
     assert difference(first, second) == 0
-    assert difference(first, trained("01_single_gpu", 1, *DOUBLE).weights) > 1e-3
+    assert difference(first, alone.weights) > 1e-3
