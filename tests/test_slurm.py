@@ -263,7 +263,7 @@ def steps_of(job, cwd):
     what="a job is preempted by a more urgent one, or its time is nearly over",
     sees="it is queued again by itself, and its log says `DUE TO PREEMPTION` or `the time "
     "is nearly over`, and `goes on after step` when it runs again",
-    seconds=240,
+    seconds=120,
     lost="nothing",
 )
 def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
@@ -295,7 +295,7 @@ def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_
     what="a rank of a job is killed, with job_torchrun.sbatch",
     sees="`failed (exitcode: -9)` in the job's log, then `goes on after step`; the job's "
     "state COMPLETED in the end",
-    seconds=240,
+    seconds=120,
     lost="the steps since the last snapshot, taken once more",
 )
 def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
