@@ -15,27 +15,27 @@ help:
 	@echo "make notebooks        run the notebooks again and store their outputs"
 	@echo "make diff A=03 B=04   what a stage changes"
 	@echo "make propagate        carry an edit of a stage's script down the chain"
-	@echo "make site             build the pages and notebooks as a site, in site/build"
+	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make exits            start each launched stage 100 times, count the failures"
 
-# A virtual environment in this folder; made once, and again when requirements.txt changes.
-$(INSTALLED): requirements.txt
+# A virtual environment in this folder; made once, and again when the requirements change.
+$(INSTALLED): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "Python 3.10 or later is needed; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "Python's venv is missing; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
 demo: $(INSTALLED)
-	$(PY) tools/demo.py
+	$(PY) -m tools.demo
 
 test: $(INSTALLED)
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 benchmark: $(INSTALLED)
-	$(PY) benchmarks/compare.py $(ARGS)
+	$(PY) -m benchmarks.compare $(ARGS)
 
 check: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -44,20 +44,20 @@ check: $(INSTALLED)
 	  $(addprefix tests/test_,chain.py tools.py notebooks.py symptoms.py translation.py)
 
 notebooks: $(INSTALLED)
-	$(PY) tools/notebooks.py $(NOTEBOOKS)
+	$(PY) -m tools.notebooks $(NOTEBOOKS)
 
 diff:
 	@diff -u --color=auto $(A)_*/train.py $(B)_*/train.py; test $$? -lt 2
 
 propagate: $(INSTALLED)
-	@$(PY) tools/propagate.py
+	@$(PY) -m tools.propagate
 
-$(SITE_INSTALLED): $(INSTALLED) site/requirements.txt
-	$(PY) -m pip install --disable-pip-version-check -r site/requirements.txt
+$(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 site: $(SITE_INSTALLED)
-	@$(PY) tools/site.py
+	@$(PY) -m tools.build_site
 
 exits: $(INSTALLED)
 	$(PY) -m pytest -m long tests/test_exits.py -s

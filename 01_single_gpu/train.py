@@ -12,7 +12,7 @@ from common import checkpoint
 from common import data
 from common import flags
 from common import meters
-from common import schedule
+from common import lr_schedule
 from common.model import make_model
 
 import torch
@@ -109,7 +109,7 @@ def run(args):
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
-    scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
         val = evaluate(args, model, val_loader)

@@ -12,7 +12,7 @@ from common import checkpoint
 from common import data
 from common import flags
 from common import meters
-from common import schedule
+from common import lr_schedule
 from common.model import make_model
 
 import torch
@@ -109,7 +109,7 @@ def run(args):
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
-    scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     wrapped = nn.DataParallel(model) if gpus else model  # [02] `model` stays what is saved
     log("DataParallel has nothing to split" if gpus < 2 else f"DataParallel on {gpus} GPUs")

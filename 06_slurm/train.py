@@ -17,7 +17,7 @@ from common import checkpoint
 from common import data
 from common import flags
 from common import meters
-from common import schedule
+from common import lr_schedule
 from common.model import make_model
 
 import torch
@@ -155,7 +155,7 @@ def run(args):
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
-    scheduler = schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp is torch.float16)  # [05]
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
     wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved

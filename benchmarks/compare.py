@@ -1,8 +1,8 @@
 """Train every stage on the same work, and show how fast each is and what holds it up.
 
-python benchmarks/compare.py
-python benchmarks/compare.py --image-size 224 --arch resnet50 --batch-size 256 --amp bf16  # GPUs
-python benchmarks/compare.py --show benchmarks/two_cores.json
+python -m benchmarks.compare
+python -m benchmarks.compare --image-size 224 --arch resnet50 --batch-size 256 --amp bf16  # GPUs
+python -m benchmarks.compare --show benchmarks/two_cores.json
 """
 
 import json
@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import draw
 from benchmarks.report import show

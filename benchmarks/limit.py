@@ -1,7 +1,7 @@
 """The limit: a model's forward, backward and step on a batch that is already on the device.
 
 torchrun --standalone --nproc-per-node=2 benchmarks/limit.py --batch-sizes 60 120
-python benchmarks/limit.py
+python -m benchmarks.limit
 
 Nothing is loaded, counted or evaluated here. Under torchrun the same steps are also taken with
 DistributedDataParallel, in turns with those of the bare model: the difference is communication.
@@ -12,9 +12,6 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import flags
 from common.data import collate

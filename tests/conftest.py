@@ -8,7 +8,7 @@ from types import SimpleNamespace
 # threads that spin while they wait for others on the same cores make a step ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.running import train
+from tests.harness import train
 from tools.stages import takes_processes
 
 import pytest
@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs notebooks; `make check` leaves these out")
-    config.addinivalue_line("markers", "fault(...): a row of docs/faults.md, see tools/faults.py")
+    config.addinivalue_line("markers", "fault(...): a row of docs/faults.md, see tools/fault_table.py")
     config.addinivalue_line("markers", "long: takes half an hour; only `make exits` runs it")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")

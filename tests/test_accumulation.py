@@ -3,10 +3,10 @@
 import contextlib
 import types
 
-from common.lesson import difference
+from nbtools.lesson import difference
 from tests.conftest import counts
-from tests.running import fork_ranks
-from tests.running import train_in_forks
+from tests.harness import fork_ranks
+from tests.harness import train_in_forks
 from tests.test_chain import load
 from tools.stages import stages
 

@@ -3,11 +3,11 @@
 import types
 
 from common import snapshots
-from common.lesson import difference
-from common.lesson import sections
-from tests.running import fork
-from tests.running import fork_ranks
-from tests.running import train_in_forks
+from nbtools.lesson import difference
+from nbtools.lesson import sections
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import train_in_forks
 from tests.test_chain import load
 from tools.stages import ROOT
 from tools.stages import stages

@@ -3,13 +3,13 @@
 import os
 import socket
 
-from tests.running import ANSWER
-from tests.running import fork
-from tests.running import fork_ranks
-from tests.running import free_port
-from tests.running import run
-from tests.running import spawn_by_fork
-from tests.test_faults import LAUNCHERS
+from tests.harness import ANSWER
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import free_port
+from tests.harness import run
+from tests.harness import spawn_by_fork
+from tests.test_rank_failures import LAUNCHERS
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher

@@ -6,8 +6,8 @@ import sys
 from benchmarks import compare
 from benchmarks import report
 from common.model import SmallResNet
-from tests.running import fork
-from tests.running import run
+from tests.harness import fork
+from tests.harness import run
 from tools.stages import ROOT
 from tools.stages import stages
 

@@ -5,8 +5,8 @@ import difflib
 import importlib.util
 import re
 
-from common.lesson import HEAD
-from common.lesson import sections
+from nbtools.lesson import HEAD
+from nbtools.lesson import sections
 from tools.stages import ROOT
 from tools.stages import launcher
 from tools.stages import shown_commands

@@ -14,11 +14,11 @@ import termios
 from common import checkpoint
 from common import data
 from common import flags
-from common import lesson
+from nbtools import lesson
 from common import meters
-from common import schedule
+from common import lr_schedule
 from common.model import make_model
-from tests.running import fork
+from tests.harness import fork
 from tools.stages import ROOT
 from tools.stages import stages
 
@@ -82,7 +82,7 @@ def test_a_terminal_gets_a_bar():
 
 def test_schedule_warms_up_and_ends_at_zero():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = schedule.warmup_cosine(optimizer, 100)
+    scheduler = lr_schedule.warmup_cosine(optimizer, 100)
     rates = []
     for _ in range(100):
         rates.append(scheduler.get_last_lr()[0])

@@ -9,8 +9,8 @@ from functools import partial
 
 from common import data
 from common import flags
-from tests.running import fork
-from tests.running import free_port
+from tests.harness import fork
+from tests.harness import free_port
 from tests.test_bad_input import ENV
 from tools.stages import ROOT
 from tools.stages import launcher

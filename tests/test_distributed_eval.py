@@ -2,10 +2,10 @@
 
 import types
 
-from tests.running import fork
-from tests.running import fork_ranks
-from tests.running import forkserver
-from tests.running import train_in_forks
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import forkserver
+from tests.harness import train_in_forks
 from tests.test_chain import load
 from tools.stages import ROOT
 from tools.stages import stages

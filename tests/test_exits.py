@@ -3,7 +3,7 @@
 Each of the runs that the other tests start asserts it; this counts, over a hundred in a row.
 """
 
-from tests.running import run
+from tests.harness import run
 from tools.stages import command
 from tools.stages import stages
 from tools.stages import takes_processes

@@ -5,9 +5,9 @@ import shutil
 import subprocess
 import sys
 
-from common import lesson
-from tests.running import ROOT
-from tests.running import missing_for_slurm
+from nbtools import lesson
+from tests.harness import ROOT
+from tests.harness import missing_for_slurm
 from tests.solutions import SOLUTIONS
 from tools import notebooks
 from tools.stages import stages
@@ -86,7 +86,7 @@ def test_every_stage_has_one_notebook():
 def run_in_copy(stage, copy, without_slurm):
     """Run a stage's notebook in a clean copy; return nbval's answer and the files left behind."""
     if without_slurm:
-        script = copy / "06_slurm/local_cluster.sh"
+        script = copy / "tools/local_slurm.sh"
         script.write_text(f"echo no cluster >&2; exit 2\n{script.read_text()}")
     before = files(copy)
     done = nbval(copy / stage / f"{stage}.ipynb", compare=not without_slurm)
@@ -131,9 +131,9 @@ def test_rebuilding_changes_nothing(clean_copy):
     """Two runs of a notebook with a process, a plot and an error in it give two equal files."""
     notebook = clean_copy / "notebook.ipynb"
     sources = [
-        "from common import lesson, pictures",
+        "from nbtools import figures, lesson",
         "done = lesson.launch(['-c', 'print(1)'])",
-        "pictures.allocation_step_task()",
+        "figures.allocation_step_task()",
         "lesson.check(lambda: 1 / 0)",
     ]
     cells = [nbformat.v4.new_code_cell(source) for source in sources]

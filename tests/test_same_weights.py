@@ -2,13 +2,13 @@
 
 import sys
 
-from common.lesson import difference
-from tests.running import changed
-from tests.running import fork_ranks
-from tests.running import free_port
-from tests.running import run
-from tests.running import started
-from tests.running import train_in_forks
+from nbtools.lesson import difference
+from tests.harness import changed
+from tests.harness import fork_ranks
+from tests.harness import free_port
+from tests.harness import run
+from tests.harness import started
+from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
 from tools.stages import takes_processes

@@ -10,9 +10,9 @@ import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
-from common import lesson
-from tools.site import scripts
-from tools.site import sections
+from nbtools import lesson
+from tools.build_site import scripts
+from tools.build_site import sections
 from tools.stages import ROOT
 from tools.stages import stages
 
@@ -98,7 +98,7 @@ def site(tmp_path_factory):
     """Return the folder of the built site."""
     need("sphinx", "myst_nb", "sphinx_book_theme")
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, ROOT / "tools/site.py", folder]
+    build = [sys.executable, ROOT / "tools/build_site.py", folder]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "html"
@@ -198,7 +198,7 @@ def test_previous_and_next_lead_through_all_pages(site, pages):
         "train.py.html",
         "job.sbatch.html",
         "job_torchrun.sbatch.html",
-        "local_cluster.sh.html",
+        "local_slurm.sh.html",
     ]
     assert order[: len(wanted)] == wanted
     assert sorted([*order, "search.html"]) == sorted(pages)
@@ -295,8 +295,8 @@ def test_the_reader_chooses_the_mode(site, browser):
 def test_wrong_use_gets_one_line(arguments, tmp_path):
     need("sphinx", "myst_nb", "sphinx_book_theme")
     (tmp_path / "file").touch()
-    build = [sys.executable, ROOT / "tools/site.py", *arguments]
+    build = [sys.executable, ROOT / "tools/build_site.py", *arguments]
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "site.py: error: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "build_site.py: error: " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.lesson import difference
-from tests.running import ROOT
-from tests.running import environment
-from tests.running import fork
-from tests.running import free_port
-from tests.running import missing_for_slurm
-from tests.running import train_in_forks
-from tests.test_faults import ENDLESS
-from tests.test_faults import alive
-from tests.test_faults import answers
+from nbtools.lesson import difference
+from tests.harness import ROOT
+from tests.harness import environment
+from tests.harness import fork
+from tests.harness import free_port
+from tests.harness import missing_for_slurm
+from tests.harness import train_in_forks
+from tests.test_rank_failures import ENDLESS
+from tests.test_rank_failures import alive
+from tests.test_rank_failures import answers
 
 import psutil
 import pytest
@@ -53,7 +53,7 @@ class Cluster:
         return subprocess.run(arguments, check=check, env=self.variables, **options)
 
     def script(self, what, check=True):
-        return self.call("bash", STAGE / "local_cluster.sh", what, check=check)
+        return self.call("bash", ROOT / "tools/local_slurm.sh", what, check=check)
 
     def members(self):
         """Return the processes that hold one of the cluster's files open."""
@@ -395,7 +395,7 @@ def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
     done = Cluster(tmp_path).script(what, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("local_cluster.sh: error: ") and named in line
+    assert line.startswith("local_slurm.sh: error: ") and named in line
     assert (tmp_path / "mine").read_text() == "keep me"
 
 

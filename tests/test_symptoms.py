@@ -2,7 +2,7 @@
 
 import re
 
-from tests.running import ROOT
+from tests.harness import ROOT
 
 import nbformat
 import pytest

@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import sys
 
-from tests.running import run
-from tools import faults
+from tests.harness import run
+from tools import fault_table
 from tools import picture
 from tools import propagate
 from tools.stages import ROOT
@@ -102,9 +102,9 @@ def test_the_picture_shows_the_stages_as_they_are():
 
 
 def test_the_page_of_faults_is_what_the_tests_say():
-    rows = faults.faults()
+    rows = fault_table.faults()
     assert len(rows) >= 20
-    assert faults.PAGE.read_text() == faults.page()
+    assert fault_table.PAGE.read_text() == fault_table.page()
     for row in rows:  # a test that does not take the mark's words and seconds could say anything
         assert "fault" in row["takes"], row["test"]
     named = " ".join(row["stages"] for row in rows)

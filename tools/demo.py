@@ -1,6 +1,6 @@
 """Train every stage on the default data set and compare them in one table.
 
-python tools/demo.py [STAGE ...]
+python -m tools.demo [STAGE ...]
 """
 
 import json
@@ -10,9 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.lesson import difference
+from nbtools.lesson import difference
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher

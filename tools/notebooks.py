@@ -1,12 +1,10 @@
 """Run the notebooks from top to bottom and store them with their outputs, without timestamps.
 
-python tools/notebooks.py [NOTEBOOK ...]
+python -m tools.notebooks [NOTEBOOK ...]
 """
 
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.stages import ROOT
 

@@ -1,12 +1,8 @@
 """Draw the chain of stages for the front page, from the scripts themselves.
 
-python tools/picture.py
+python -m tools.picture
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.stages import ROOT
 from tools.stages import changed_lines

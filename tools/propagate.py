@@ -4,15 +4,12 @@ For each stage that differs from the last commit, `git merge-file` puts that dif
 next stage, and so on to the last. A conflict stops it: that script then holds git's markers, and
 once they are resolved the command goes on from there.
 
-python tools/propagate.py
+python -m tools.propagate
 """
 
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.stages import ROOT
 from tools.stages import stages

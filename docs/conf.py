@@ -1,4 +1,4 @@
-"""The settings of Sphinx. tools/site.py prepares the pages and calls it."""
+"""The settings of Sphinx. tools/build_site.py prepares the pages and calls it."""
 
 from docutils import nodes
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A real Slurm on one machine: a controller and two nodes, node1 and node2, of four CPUs each.
 #
-#   bash 06_slurm/local_cluster.sh start    start it, unless it runs
-#   bash 06_slurm/local_cluster.sh status   exit code 0 if it runs, 1 if it does not
-#   bash 06_slurm/local_cluster.sh stop     end its jobs and itself, and remove its folder
+#   bash tools/local_slurm.sh start    start it, unless it runs
+#   bash tools/local_slurm.sh status   exit code 0 if it runs, 1 if it does not
+#   bash tools/local_slurm.sh stop     end its jobs and itself, and remove its folder
 #
 # It runs on Debian and Ubuntu, as root and without systemd. It installs nothing. All it writes is in
 # one folder ($LOCAL_CLUSTER, or /run/local_cluster), and it listens on the loopback interface only, at
@@ -14,12 +14,12 @@ set -euo pipefail
 
 folder=$(realpath -m -- "${LOCAL_CLUSTER:-/run/local_cluster}")
 export SLURM_CONF=$folder/slurm.conf
-mark="# written by local_cluster.sh"
+mark="# written by local_slurm.sh"
 port=${LOCAL_CLUSTER_PORT:-16817}
 ports=("$port" $((port + 1)) $((port + 2))) # the controller's and those of the two nodes
 
 fail() {
-  echo "local_cluster.sh: error: $*" >&2
+  echo "local_slurm.sh: error: $*" >&2
   exit 2
 }
 

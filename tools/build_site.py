@@ -1,8 +1,8 @@
 """Build the repository as a site: its pages, its notebooks and, beside each, its script.
 
-python tools/site.py [FOLDER]
+python -m tools.build_site [FOLDER]
 
-FOLDER (site/build, unless it is given) gets the site in `html`, and in `pages` what Sphinx makes it
+FOLDER (docs/_build, unless it is given) gets the site in `html`, and in `pages` what Sphinx makes it
 from: a copy of the files that git knows, with a page for every script of the stages and of common/,
 one for every folder, and in the notebooks links to the scripts' lines.
 """
@@ -18,20 +18,18 @@ from os.path import normpath
 from os.path import relpath
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tools.stages import ROOT
 from tools.stages import stages
 
-BUILD = ROOT / "site/build"
+BUILD = ROOT / "docs/_build"
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}
-BANNER = "# ---- "  # as in common/lesson.py, which would import torch for it
+BANNER = "# ---- "  # as in nbtools/lesson.py, which would import torch for it
 HEAD = "docstring and imports"
 
 
 def fail(line):
     """End the program with a line that says why, and exit code 2."""
-    print(f"site.py: error: {line}", file=sys.stderr)
+    print(f"build_site.py: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -82,7 +80,7 @@ def toctree(pages, caption=None):
 
 
 def sections(script):
-    """Return {title: (first line, last line)} of a script, cut as common/lesson.py cuts it."""
+    """Return {title: (first line, last line)} of a script, cut as nbtools/lesson.py cuts it."""
     lines = (ROOT / script).read_text().splitlines()
     starts = [n for n, line in enumerate(lines, 1) if line.startswith(BANNER)]
     titles = [HEAD, *(lines[n - 1].strip("# -") for n in starts)]
@@ -196,7 +194,7 @@ def prepare(folder):
 def main():
     arguments = sys.argv[1:]
     if len(arguments) > 1 or arguments and arguments[0].startswith("-"):
-        fail("use: python tools/site.py [FOLDER]")
+        fail("use: python -m tools.build_site [FOLDER]")
     folder = Path(arguments[0]).resolve() if arguments else BUILD
     for package in ("sphinx", "myst_nb", "sphinx_book_theme"):
         if not importlib.util.find_spec(package):
@@ -210,7 +208,7 @@ def main():
     except OSError as error:  # the disk is full, the folder cannot be made, there is no git
         fail(error)
     strict = ["--quiet", "--nitpicky", "--fail-on-warning", "--keep-going"]
-    command = ["-m", "sphinx", "-c", ROOT / "site", *strict, folder / "pages", folder / "html"]
+    command = ["-m", "sphinx", "-c", ROOT / "docs", *strict, folder / "pages", folder / "html"]
     if subprocess.run([sys.executable, *command], check=False).returncode:
         fail("Sphinx has warnings, see above")
     print(f"open {folder / 'html/index.html'}")

@@ -27,7 +27,7 @@ from torch import multiprocessing as mp
 
 ANSWER = 120  # seconds within which bad input is answered
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch", "torchvision", "tests.frozen"])
+forkserver.set_forkserver_preload(["torch", "torchvision", "tests.forkserver_preload"])
 
 
 def environment(**variables):

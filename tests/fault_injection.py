@@ -1,4 +1,4 @@
-"""What a process does to itself, as a `prepare` of tests/running.py.
+"""What a process does to itself, as a `prepare` of tests/harness.py.
 
 It stands by itself because the forks import it: to import a file of tests takes them seconds.
 """

@@ -7,11 +7,11 @@ import signal
 import socket
 import time
 
-from common.lesson import sections
-from tests.running import ROOT
-from tests.running import changed
-from tests.running import family
-from tests.running import started
+from nbtools.lesson import sections
+from tests.harness import ROOT
+from tests.harness import changed
+from tests.harness import family
+from tests.harness import started
 from tools.stages import command
 from tools.stages import launcher
 from tools.stages import stages

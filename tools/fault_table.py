@@ -1,13 +1,9 @@
 """Write docs/faults.md: what may go wrong, from the marks `fault` of the tests that make it happen.
 
-python tools/faults.py
+python -m tools.fault_table
 """
 
 import ast
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.stages import ROOT
 
@@ -17,7 +13,7 @@ HEAD = """# What may go wrong, and what you see then
 Every row is produced by a test. It makes this happen, waits for the end of the run (or for it to
 go on) no longer than the seconds say, and looks on the screen for the words in `this type`, where
 `...` stands for anything. The seconds leave room for two cores that are busy with other tests; by
-itself most of this takes a few. `python tools/faults.py` writes this page from the marks
+itself most of this takes a few. `python -m tools.fault_table` writes this page from the marks
 of the tests.
 
 What is lost is training. With `--out` the stages write weights and figures after each epoch: enough
