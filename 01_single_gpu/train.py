@@ -22,7 +22,7 @@ from torch.utils.data import RandomSampler
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------
-def read_flags():
+def parse_args():
     """Return the flags, checked: those of common/flags.py and the stage's own."""
     parser = flags.Flags(__doc__)
     args = parser.parse_args()
@@ -36,14 +36,14 @@ def setup(args):
     return device
 
 
-def is_main():
+def is_main_process():
     """Whether this process is the one that prints and writes."""
     return True
 
 
 def log(text):
     """Print a line, once for the whole run."""
-    if is_main():
+    if is_main_process():
         print(text, flush=True)
 
 
@@ -70,7 +70,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     meter = meters.Meter(args.device)
     loader.dataset.epoch = epoch  # other crops and flips in every epoch
     loader.sampler.generator.manual_seed(args.seed + epoch)  # another order in every epoch
-    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main()):
+    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process()):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
@@ -80,7 +80,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
         optimizer.step()
         scheduler.step()
         meter.update(loss, output, target)
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 5. evaluation -----------------------------------------------------------------------------
@@ -89,12 +89,12 @@ def evaluate(args, model, loader):
     """Return the averages over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main()):
+    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
         meter.update(nn.functional.cross_entropy(output, target), output, target)
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 6. the run --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def run(args):
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.describe(evaluate(args, model, val_loader))}")
+        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
@@ -113,13 +113,13 @@ def run(args):
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
-        if args.out and is_main():
-            checkpoint.record(args.out, epoch, train, val, model.state_dict())
+        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        if args.out and is_main_process():
+            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
 
 
 def main():
-    args = read_flags()
+    args = parse_args()
     args.device = setup(args)
     run(args)
 

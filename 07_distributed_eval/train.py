@@ -28,7 +28,7 @@ from torch.utils.data import Subset
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------
-def read_flags():
+def parse_args():
     """Return the flags, checked: those of common/flags.py and the stage's own."""
     parser = flags.Flags(__doc__)
     parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
@@ -69,24 +69,24 @@ def setup(args):
     return device
 
 
-def is_main():
+def is_main_process():
     """Whether this process is the one that prints and writes."""
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
 
 
 def log(text):
     """Print a line, once for the whole run."""
-    if is_main():
+    if is_main_process():
         print(text, flush=True)
 
 
 # ---- 3. data -----------------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main():
+    if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
     train_set, val_set = data.load_data(args)
-    if is_main():
+    if is_main_process():
         dist.barrier()
     batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
     train_loader = DataLoader(
@@ -109,7 +109,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     meter = meters.Meter(args.device)
     loader.dataset.epoch = epoch  # other crops and flips in every epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main())
+    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
     for step, (images, target) in enumerate(batches, (epoch - 1) * len(loader) + 1):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
@@ -130,11 +130,11 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         scaler.update()
         meter.update(loss, output, target)
     dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 5. evaluation -----------------------------------------------------------------------------
-def in_order(args, part, outputs):
+def gather_logits(args, part, outputs):
     """Return on rank 0 the logits of the whole set, in its order; `outputs` are those of `part`."""
     whole = part.dataset
     logits = torch.zeros(len(whole), whole.classes, dtype=args.dtype, device=args.device)
@@ -151,7 +151,7 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     outputs = []
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main()):
+    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
@@ -161,10 +161,10 @@ def evaluate(args, model, loader):
             outputs.append(output)
     dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
     if args.predictions:
-        logits = in_order(args, loader.dataset, outputs)
-        if is_main():
+        logits = gather_logits(args, loader.dataset, outputs)
+        if is_main_process():
             checkpoint.save(logits.cpu(), args.predictions)
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 6. the run --------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def run(args):
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.describe(evaluate(args, model, val_loader))}")
+        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
@@ -187,13 +187,13 @@ def run(args):
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
-        if args.out and is_main():
-            checkpoint.record(args.out, epoch, train, val, model.state_dict())
+        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        if args.out and is_main_process():
+            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
 
 
 def main():
-    args = read_flags()
+    args = parse_args()
     args.device = setup(args)  # [06] the cluster has started all the processes
     run(args)
     gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit

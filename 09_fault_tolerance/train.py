@@ -32,7 +32,7 @@ from torch.utils.data import Subset
 
 
 # ---- 1. flags ----------------------------------------------------------------------------------
-def read_flags():
+def parse_args():
     """Return the flags, checked: those of common/flags.py and the stage's own."""
     parser = flags.Flags(__doc__)
     parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
@@ -79,24 +79,24 @@ def setup(args):
     return device
 
 
-def is_main():
+def is_main_process():
     """Whether this process is the one that prints and writes."""
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
 
 
 def log(text):
     """Print a line, once for the whole run."""
-    if is_main():
+    if is_main_process():
         print(text, flush=True)
 
 
 # ---- 3. data -----------------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main():
+    if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
     train_set, val_set = data.load_data(args)
-    if is_main():
+    if is_main_process():
         dist.barrier()
     batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
     train_loader = DataLoader(
@@ -140,9 +140,9 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     done = args.snapshots.take_up(epoch, len(loader), meter, part)
     loader.dataset.epoch = epoch  # other crops and flips in every epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    batches = meters.progress(data.after(loader, done), f"epoch {epoch}", meter, show=is_main())
+    batches = meters.progress(data.skip_first_batches(loader, done), f"epoch {epoch}", meter, show=is_main_process())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
-        torch.manual_seed(data.seed_of(args.seed, step, dist.get_rank()))  # [09] nothing to store
+        torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))  # [09] nothing to store
         optimizer.zero_grad()
         outputs = accumulate(args, step, model, batch, scaler)  # [08] part by part
         scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
@@ -161,17 +161,17 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         if told or step % args.snapshot_every == 0 or step % len(loader) == 0:
             sums = meter.sums.new_empty(dist.get_world_size(), 4)
             dist.all_gather(list(sums), meter.sums)  # [09] into the rows
-            args.snapshots.save(step, sums, is_main())
+            args.snapshots.save(step, sums, is_main_process())
         if told:
             args.signals.append(int(told))
             dist.barrier()  # [09] otherwise the launcher kills who still writes
             return None
     dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 5. evaluation -----------------------------------------------------------------------------
-def in_order(args, part, outputs):
+def gather_logits(args, part, outputs):
     """Return on rank 0 the logits of the whole set, in its order; `outputs` are those of `part`."""
     whole = part.dataset
     logits = torch.zeros(len(whole), whole.classes, dtype=args.dtype, device=args.device)
@@ -188,7 +188,7 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     outputs = []
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main()):
+    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
@@ -198,10 +198,10 @@ def evaluate(args, model, loader):
             outputs.append(output)
     dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
     if args.predictions:
-        logits = in_order(args, loader.dataset, outputs)
-        if is_main():
+        logits = gather_logits(args, loader.dataset, outputs)
+        if is_main_process():
             checkpoint.save(logits.cpu(), args.predictions)
-    return meter.averages()
+    return meter.compute()
 
 
 # ---- 6. the run --------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def run(args):
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.describe(evaluate(args, model, val_loader))}")
+        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
@@ -222,7 +222,7 @@ def run(args):
     wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
     snapshots.rehearse(args, wrapped, train_loader)  # [09] DDP's buckets depend on the first step
-    found = [snapshots.newest(args) if is_main() else None]
+    found = [snapshots.newest(args) if is_main_process() else None]
     dist.broadcast_object_list(found)  # [09] rank 0 decides, so that all go on from the same step
     args.snapshots = snapshots.Snapshots(args, *found, model, optimizer, scheduler, scaler)
     for epoch in range(args.snapshots.epoch(len(train_loader)), args.epochs + 1):
@@ -230,13 +230,13 @@ def run(args):
         if train is None:  # [09]
             return
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.describe(train)}, val {meters.describe(val)}")
-        if args.out and is_main():
-            checkpoint.record(args.out, epoch, train, val, model.state_dict())
+        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        if args.out and is_main_process():
+            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
 
 
 def main():
-    args = read_flags()
+    args = parse_args()
     args.device = setup(args)  # [06] the cluster has started all the processes
     run(args)
     gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit

@@ -33,7 +33,7 @@ NAMES = {"off": "float32", "bf16": "bfloat16", "fp16": "float16"}
 HERE = Path(__file__).resolve().parent
 
 
-def read_flags():
+def parse_args():
     """Return the flags, checked: those of every stage, and what to measure."""
     parser = flags.Flags(__doc__)
     parser.set_defaults(data="fake", image_size=32, images=None, epochs=3)
@@ -238,7 +238,7 @@ def measure(args):
 
 
 def main():
-    args = read_flags()
+    args = parse_args()
     if args.show:
         result = json.loads(args.show.read_text())
     else:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 
-def read_flags():
+def parse_args():
     """Return the flags, checked: those of every stage, of which most decide nothing here."""
     parser = flags.Flags(__doc__)
     parser.set_defaults(epochs=6)
@@ -108,7 +108,7 @@ def run(args):
 
 
 def main():
-    args = read_flags()
+    args = parse_args()
     launched = "RANK" in os.environ
     args.device = flags.nth_device(args, int(os.environ.get("LOCAL_RANK", 0)))
     if args.device.type == "cuda":

@@ -76,7 +76,7 @@ def read_metrics(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def record(folder, epoch, train, val, weights):
+def save_epoch(folder, epoch, train, val, weights):
     """Write what an epoch ended with: metrics.jsonl, last.pt, and best.pt if its acc@1 is the best.
 
     epoch: counted from 1; train, val: averages of a Meter; weights: a state_dict. Rows of this

@@ -39,7 +39,7 @@ def normaliser(name):
     return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
-def seed_of(*key):
+def derive_seed(*key):
     """Return a seed, 0 to 2**32 - 1, made of whole numbers: other numbers, another stream."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
@@ -48,7 +48,7 @@ def seed_of(*key):
 def seeded(*key):
     """Draw from torch's CPU generator as if it were seeded with the numbers of `key`."""
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed_of(*key))
+    torch.default_generator.manual_seed(derive_seed(*key))
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ def collate(batch):
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
-def obey_the_parent_only(worker):
+def ignore_launcher_sigterm(worker):
     """Have a loader's worker process end on a SIGTERM of the process it works for, and of no other.
 
     Launchers and Slurm send SIGTERM to all processes of a run. The one that trains decides what to
@@ -132,13 +132,13 @@ def loader_options(args):
     return {
         "collate_fn": collate,
         "num_workers": args.workers,
-        "worker_init_fn": obey_the_parent_only,
+        "worker_init_fn": ignore_launcher_sigterm,
         # Only from pinned memory does a copy overlap the GPU's work.
         "pin_memory": args.device.type == "cuda",
     }
 
 
-def after(loader, batches):
+def skip_first_batches(loader, batches):
     """Return a loader of what is left of its epoch after so many batches, none of them read."""
     if batches == 0:
         return loader

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 
-def correct(output, target, topk=(1,)):
+def num_correct(output, target, topk=(1,)):
     """Count the images whose class is among the k largest logits.
 
     output: logits [B, classes]; target: int64 [B]; topk: the values of k.
@@ -20,11 +20,11 @@ def correct(output, target, topk=(1,)):
 
 
 def accuracy(output, target, topk=(1,)):
-    """Return the accuracy of one batch in per cent, float32 [len(topk)]. Shapes as in `correct`.
+    """Return the accuracy of one batch in per cent, float32 [len(topk)]. Shapes as in `num_correct`.
 
-    For a single batch. Over several batches add up what `correct` counts, and divide once.
+    For a single batch. Over several batches add up what `num_correct` counts, and divide once.
     """
-    return correct(output, target, topk) * 100.0 / len(target)
+    return num_correct(output, target, topk) * 100.0 / len(target)
 
 
 class Meter:
@@ -41,10 +41,10 @@ class Meter:
     def update(self, loss, output, target):
         """Add a batch: its mean loss (a scalar), its logits [B, classes] and target [B]."""
         self.sums[0] += loss.detach() * len(target)
-        self.sums[1:3] += correct(output.detach(), target, topk=(1, 5))
+        self.sums[1:3] += num_correct(output.detach(), target, topk=(1, 5))
         self.sums[3] += len(target)
 
-    def averages(self):
+    def compute(self):
         """Return the mean loss, acc@1 and acc@5 in per cent, the images and the seconds it took."""
         loss, top1, top5, images = self.sums.tolist()  # waits for the device
         seen = images or math.nan  # of no images there is no average
@@ -57,7 +57,7 @@ class Meter:
         }
 
 
-def describe(averages):
+def format_metrics(metrics):
     """Return the averages of a Meter as text; without the seconds, so that runs can be compared."""
     return f"loss {averages['loss']:.3f} acc@1 {averages['acc1']:.2f} acc@5 {averages['acc5']:.2f}"
 
@@ -83,7 +83,7 @@ def progress(loader, title, meter, show=True):
         if show and due:
             shown = now
             data_ms, batch_ms = 1e3 * data_time / number, 1e3 * batch_time / number
-            text = f"data {data_ms:.1f} ms  batch {batch_ms:.1f} ms  {describe(meter.averages())}"
+            text = f"data {data_ms:.1f} ms  batch {batch_ms:.1f} ms  {format_metrics(meter.compute())}"
             if watched:
                 bar.set_postfix_str(text)
             else:

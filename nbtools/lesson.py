@@ -42,7 +42,7 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
             text=True,
             start_new_session=True,
         )
-        alarm = threading.Timer(seconds, stop_family, [child])
+        alarm = threading.Timer(seconds, kill_process_tree, [child])
         alarm.start()
         lines = []
         try:
@@ -53,7 +53,7 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
             child.wait()
         finally:
             alarm.cancel()
-            stop_family(child)
+            kill_process_tree(child)
         errors.seek(0)
         output, progress = "".join(lines), errors.read()
     done = subprocess.CompletedProcess(arguments, child.returncode, output, progress)
@@ -63,7 +63,7 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
     return done
 
 
-def stop_family(child):
+def kill_process_tree(child):
     """Kill a child that `launch` started, with all that descends from it."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(child.pid)
@@ -108,7 +108,7 @@ def show_diff(before, after, section):
         print(f"\x1b[{colour}m{line}\x1b[0m" if colour else line)
 
 
-def difference(one, other):
+def max_abs_diff(one, other):
     """Return the largest absolute difference between the weights in two files."""
     one, other = load(one), load(other)
     if one.keys() != other.keys():

@@ -19,7 +19,7 @@ import torch
 
 def signalled(step, *names, ranks=("0", "1", "2", "3")):
     """Have these ranks send signals to themselves and their children in the middle of a step."""
-    seed_of = data.seed_of
+    derive_seed = data.derive_seed
 
     def watched(*key):
         if key[1] == step and os.environ["RANK"] in ranks:
@@ -27,9 +27,9 @@ def signalled(step, *names, ranks=("0", "1", "2", "3")):
                 for child in psutil.Process().children():
                     child.send_signal(getattr(signal, name))
                 os.kill(os.getpid(), getattr(signal, name))
-        return seed_of(*key)
+        return derive_seed(*key)
 
-    data.seed_of = watched  # which the loop calls once per step
+    data.derive_seed = watched  # which the loop calls once per step
 
 
 def killed_at(call, name):

@@ -3,7 +3,7 @@
 import contextlib
 import types
 
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from tests.conftest import counts
 from tests.harness import fork_ranks
 from tests.harness import train_in_forks
@@ -30,7 +30,7 @@ def test_any_number_of_parts_equals_the_whole_batch(stage, processes, parts, tra
     whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
     flags = (*DOUBLE, *SMALL, "--accumulate", str(parts))
     done = trained(stage, processes, *flags, how=train_in_forks)
-    assert difference(done.weights, whole.weights) <= 1e-10
+    assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     assert len(done.rows) == 2
     for one, other in zip(done.rows, whole.rows, strict=True):
         for part, images in (("train", 300), ("val", 60)):
@@ -44,16 +44,16 @@ def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
     clip = (*DOUBLE, *SMALL, "--clip-grad", "0.5")
     whole = trained("07_distributed_eval", 1, *clip, how=train_in_forks)
     done = trained(stage, several, *clip, "--accumulate", "4", how=train_in_forks)
-    assert difference(done.weights, whole.weights) <= 1e-10
+    assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     other = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    assert difference(done.weights, other.weights) > 1e-3
+    assert max_abs_diff(done.weights, other.weights) > 1e-3
 
 
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_one_part_gives_the_weights_of_stage_07_bit_for_bit(stage, trained, several):
     before = trained("07_distributed_eval", several, "--epochs", "2", how=train_in_forks)
     after = trained(stage, several, "--epochs", "2", "--accumulate", "1", how=train_in_forks)
-    assert difference(before.weights, after.weights) == 0
+    assert max_abs_diff(before.weights, after.weights) == 0
     assert before.epochs == after.epochs
 
 
@@ -189,4 +189,4 @@ def test_a_part_of_one_image_is_the_least(stage, trained, several):
     flags = (*DOUBLE, *SMALL, "--accumulate", str(60 // several))
     done = trained(stage, several, *flags, how=train_in_forks)
     whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    assert difference(done.weights, whole.weights) <= 1e-10
+    assert max_abs_diff(done.weights, whole.weights) <= 1e-10

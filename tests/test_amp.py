@@ -3,7 +3,7 @@
 import types
 
 from common import snapshots
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from nbtools.lesson import sections
 from tests.harness import fork
 from tests.harness import fork_ranks
@@ -27,7 +27,7 @@ def test_amp_off_gives_the_weights_of_stage_04_bit_for_bit(trained, several):
     before, after = [
         trained(stage, several, *flags, how=train_in_forks) for stage in ("04_ddp_spawn", "05_amp")
     ]
-    assert difference(before.weights, after.weights) == 0
+    assert max_abs_diff(before.weights, after.weights) == 0
     assert before.epochs == after.epochs
 
 
@@ -51,10 +51,10 @@ def test_clipping_is_the_same_on_any_number_of_processes(trained, several):
         for n in sorted({1, several})
     ]
     whole = trained("01_single_gpu", 1, *small, how=train_in_forks)
-    assert difference(clipped[0].weights, clipped[-1].weights) <= 1e-10
-    assert difference(clipped[0].weights, whole.weights) > 1e-3
+    assert max_abs_diff(clipped[0].weights, clipped[-1].weights) <= 1e-10
+    assert max_abs_diff(clipped[0].weights, whole.weights) > 1e-3
     never = trained("05_amp", 1, *small, "--clip-grad", "1e9", how=train_in_forks)
-    assert difference(never.weights, whole.weights) <= 1e-10
+    assert max_abs_diff(never.weights, whole.weights) <= 1e-10
 
 
 def test_the_next_two_stages_train_by_the_same_lines():

@@ -36,7 +36,7 @@ def args(device, monkeypatch):
     """The flags of a benchmark of little work."""
     words = ["--data", "digits", "--scaling", "--batch-sizes", "--device", device]
     monkeypatch.setattr(sys, "argv", [str(COMPARE), *words])
-    return compare.read_flags()
+    return compare.parse_args()
 
 
 def test_every_figure_is_of_the_work_that_was_done(measured):

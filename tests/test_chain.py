@@ -64,7 +64,7 @@ def flags_of(stage, monkeypatch):
 
     monkeypatch.setattr(module.flags.Flags, "parse_args", look)
     with pytest.raises(SystemExit):
-        module.read_flags()
+        module.parse_args()
     return found - {"-h", "--help"}
 
 

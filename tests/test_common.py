@@ -34,9 +34,9 @@ def arguments(*words):
 def test_accuracy_by_hand():
     output = torch.tensor([[9.0, 1, 0], [0, 9, 1], [1, 0, 9], [5, 9, 1]])
     target = torch.tensor([0, 2, 1, 0])
-    assert meters.correct(output, target, topk=(1, 2, 3)).tolist() == [1, 3, 4]
+    assert meters.num_correct(output, target, topk=(1, 2, 3)).tolist() == [1, 3, 4]
     assert meters.accuracy(output, target, topk=(1, 2)).tolist() == [25, 75]
-    assert meters.correct(output, target, topk=(5,)).tolist() == [4]  # fewer classes than k
+    assert meters.num_correct(output, target, topk=(5,)).tolist() == [4]  # fewer classes than k
 
 
 def test_meter_divides_sums_by_counts():
@@ -45,7 +45,7 @@ def test_meter_divides_sums_by_counts():
     output, target = torch.eye(3), torch.tensor([0, 1, 0])
     meter.update(torch.tensor(1.0), output, target)
     meter.update(torch.tensor(5.0), output[:1], torch.tensor([2]))
-    averages = meter.averages()
+    averages = meter.compute()
     assert averages["loss"] == (3 * 1 + 1 * 5) / 4
     assert averages["acc1"] == 100 * 2 / 4
     assert averages["images"] == 4
@@ -150,7 +150,7 @@ def test_evaluate_only_evaluates(trained, tmp_path, device):
     best = max(done.rows, key=lambda row: row["val"]["acc1"])["val"]
     options = ["--evaluate", done.weights.parent / "best.pt", "--out", tmp_path / "out"]
     again = fork(ROOT / "01_single_gpu/train.py", [*options, "--device", device], tmp_path / "x")()
-    assert again.stdout == f"val {meters.describe(best)}\n"
+    assert again.stdout == f"val {meters.format_metrics(best)}\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -164,7 +164,7 @@ def test_a_prefix_of_a_wrapper_is_named(tmp_path):
 
 def record(folder, epoch, acc1):
     averages = {"loss": 1.0, "acc1": acc1}
-    checkpoint.record(folder, epoch, averages, averages, {"w": torch.full((2,), float(epoch))})
+    checkpoint.save_epoch(folder, epoch, averages, averages, {"w": torch.full((2,), float(epoch))})
 
 
 def test_record_keeps_the_best_and_drops_what_a_former_run_left(tmp_path):
@@ -227,9 +227,9 @@ def test_difference_wants_the_same_names(tmp_path):
     checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
     checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
     checkpoint.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
-    assert lesson.difference(tmp_path / "a", tmp_path / "b") == 0.5
+    assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
     with pytest.raises(ValueError, match="module.w"):
-        lesson.difference(tmp_path / "a", tmp_path / "c")
+        lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")
 
 
 def test_metrics_are_one_json_object_a_line(trained):

@@ -97,7 +97,7 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(stage, n, processes, batch
     """The stage's own evaluation, with an all_reduce that is an addition to what came before."""
     total, model = torch.zeros(4, dtype=torch.float64), nn.Linear(3, 6)
     module = load(stage)
-    module.is_main = lambda: False
+    module.is_main_process = lambda: False
 
     def add_up(sums):
         total.add_(sums)

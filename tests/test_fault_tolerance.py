@@ -20,7 +20,7 @@ from pathlib import Path
 from common import checkpoint
 from common import data
 from common import snapshots
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from tests.conftest import counts
 from tests.fault_injection import killed_at
 from tests.fault_injection import no_large_files
@@ -126,7 +126,7 @@ def assert_same(out, reference, what=""):
     """Compare what two runs wrote, bit for bit."""
     there = reference.weights.parent
     for name in ("last.pt", "best.pt"):
-        assert difference(out / name, there / name) == 0, what
+        assert max_abs_diff(out / name, there / name) == 0, what
     assert rows(out) == rows(there), what
 
 
@@ -464,7 +464,7 @@ def test_it_goes_on_with_any_number_of_processes(
     assert codes(done) == [0] * processes
     assert went_on(done[0].stdout) == [37]
     reference = trained(FIRST, several, *DOUBLE, how=train_in_forks)
-    assert difference(run.out / "last.pt", reference.weights) <= 1e-10
+    assert max_abs_diff(run.out / "last.pt", reference.weights) <= 1e-10
     ours, theirs = rows(run.out), rows(reference.weights.parent)
     assert [row["epoch"] for row in ours] == [1, 2]
     for part, images in (("train", 1500), ("val", 297)):
@@ -801,7 +801,7 @@ def with_bad_images(folder, *bad):
     begin = "    parts = zip("
     spoil = f"    if dist.get_rank() == 1 and step in {bad}:\n        batch[0].fill_(math.nan)\n"
     tell = '            log(f"step {step}: skipped'
-    main = "if args.out and is_main():"
+    main = "if args.out and is_main_process():"
     every = 'if checkpoint.save(model.state_dict(), args.out / f"{dist.get_rank()}.pt") or '
     return changed(
         FIRST,
@@ -820,8 +820,8 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     assert codes(done) == [0, 0], done
     for one in done:
         assert re.findall(r"step (\d+): skipped", one.stdout) == ["7", "30", "31"]
-    assert difference(run.out / "0.pt", run.out / "1.pt") == 0
-    assert difference(run.out / "0.pt", run.out / "last.pt") == 0
+    assert max_abs_diff(run.out / "0.pt", run.out / "1.pt") == 0
+    assert max_abs_diff(run.out / "0.pt", run.out / "last.pt") == 0
     assert all(weights.isfinite().all() for weights in checkpoint.load(run.out / "1.pt").values())
     state = snapshots.read(snapshots.paths(run.snapshots)[0])
     assert (state["step"], state["scheduler"]["last_epoch"]) == (50, 47)
@@ -864,8 +864,8 @@ DROPOUT += ("--arch", "squeezenet1_1")
 
 @pytest.mark.parametrize("seeded", [True, False])
 def test_dropout_goes_on_with_the_same_numbers(seeded, two, device, tmp_path):
-    line = "torch.manual_seed(data.seed_of(args.seed, step, dist.get_rank()))"
-    new = line if seeded else "data.seed_of(args.seed, step, dist.get_rank())"
+    line = "torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))"
+    new = line if seeded else "data.derive_seed(args.seed, step, dist.get_rank())"
     root = changed(FIRST, tmp_path / "copy", (line, new))
     whole = Run(tmp_path / "whole", device, *DROPOUT, root=root)
     assert codes(whole.go()) == [0, 0]
@@ -873,7 +873,7 @@ def test_dropout_goes_on_with_the_same_numbers(seeded, two, device, tmp_path):
     parts.go(prepare=functools.partial(signalled, 13, "SIGTERM"))
     assert parts.newest() == 13
     assert codes(parts.go()) == [0, 0]
-    assert (difference(whole.out / "last.pt", parts.out / "last.pt") == 0) == seeded
+    assert (max_abs_diff(whole.out / "last.pt", parts.out / "last.pt") == 0) == seeded
     assert (rows(whole.out) == rows(parts.out)) == seeded
 
 
@@ -904,7 +904,7 @@ def test_what_is_left_of_an_epoch_is_its_end(processes, workers):
         assert len(whole) == len(loader) == 99 // processes // 6
         for done in range(len(loader) + 1) if workers == 0 else [0, 2, len(loader)]:
             train_set.asked.clear()
-            left = data.after(loader, done)
+            left = data.skip_first_batches(loader, done)
             assert len(left) == len(loader) - done
             assert [images.tolist() for images, _ in left] == whole[done:]
             if workers == 0:

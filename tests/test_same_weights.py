@@ -2,7 +2,7 @@
 
 import sys
 
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from tests.harness import changed
 from tests.harness import fork_ranks
 from tests.harness import free_port
@@ -20,7 +20,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def assert_same(one, other):
-    assert difference(one.weights, other.weights) <= 1e-10
+    assert max_abs_diff(one.weights, other.weights) <= 1e-10
     assert len(one.rows) == len(other.rows) == 2
     for a, b in zip(one.rows, other.rows, strict=True):
         for part, images in (("train", 1500), ("val", 297)):
@@ -62,7 +62,7 @@ def test_two_launchers_as_on_two_machines(alone, several, device, tmp_path):
         assert second.wait(300) == 0, second.screen()
     assert first.returncode == 0, first.stderr
     assert "2 processes on gloo" in first.stdout + second.screen()
-    assert difference(tmp_path / "out/last.pt", alone.weights) <= 1e-10
+    assert max_abs_diff(tmp_path / "out/last.pt", alone.weights) <= 1e-10
 
 
 @pytest.mark.parametrize("stage", stages())
@@ -85,7 +85,7 @@ def weights_of_each_rank(device, several, tmp_path_factory):
     def get(name, old, new):
         folder = tmp_path_factory.mktemp(name)
         every_rank = (
-            "if args.out and is_main():",
+            "if args.out and is_main_process():",
             "args.out /= str(dist.get_rank())\n        if 1:",
         )
         root = changed("03_ddp_launch", folder / "copy", (old, new), every_rank)
@@ -101,18 +101,18 @@ def weights_of_each_rank(device, several, tmp_path_factory):
 
 def test_all_ranks_hold_the_same_weights(weights_of_each_rank, alone):
     first, second = weights_of_each_rank("as-it-is", "gc.collect()", "gc.collect()")
-    assert difference(first, second) == 0
-    assert difference(first, alone.weights) <= 1e-10
+    assert max_abs_diff(first, second) == 0
+    assert max_abs_diff(first, alone.weights) <= 1e-10
 
 
 def test_without_ddp_the_ranks_part(weights_of_each_rank, alone):
     wrap = "nn.parallel.DistributedDataParallel(model)"
     first, second = weights_of_each_rank("no-ddp", wrap, "model")
-    assert difference(first, second) > 1e-3
-    assert difference(first, alone.weights) > 1e-3
+    assert max_abs_diff(first, second) > 1e-3
+    assert max_abs_diff(first, alone.weights) > 1e-3
 
 
 def test_without_set_epoch_the_weights_are_others(weights_of_each_rank, alone):
     first, second = weights_of_each_rank("no-set-epoch", "loader.sampler.set_epoch(epoch)", "pass")
-    assert difference(first, second) == 0
-    assert difference(first, alone.weights) > 1e-3
+    assert max_abs_diff(first, second) == 0
+    assert max_abs_diff(first, alone.weights) > 1e-3

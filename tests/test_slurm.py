@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from tests.harness import ROOT
 from tests.harness import environment
 from tests.harness import fork
@@ -161,7 +161,7 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
         assert "4 processes on gloo" in log
         assert len(re.findall("^epoch .: train", log, re.MULTILINE)) == 2  # one process prints
         reference = trained("01_single_gpu", 1, *DOUBLE, *seeds[name], how=train_in_forks)
-        assert difference(tmp_path / name / "last.pt", reference.weights) <= 1e-10
+        assert max_abs_diff(tmp_path / name / "last.pt", reference.weights) <= 1e-10
 
 
 @pytest.mark.fault(
@@ -285,7 +285,7 @@ def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_
     fault.assert_seen(log)
     assert state == "COMPLETED" and f"goes on after step {second}\n" in log, log
     assert cluster.show(job)["Restarts"] == "2"
-    assert difference(tmp_path / "out/last.pt", reference.weights) == 0
+    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
     for line in reference.epochs:  # each epoch ended with the figures of the other run
         assert f"{line}\n" in log
 
@@ -315,7 +315,7 @@ def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_
     fault.assert_seen(log)
     assert log.count("2 processes on gloo") == 3
     assert log.count(f"goes on after step {step}\n") == 2
-    assert difference(tmp_path / "out/last.pt", reference.weights) == 0
+    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
 
 
 def test_a_job_that_gets_no_further_is_not_queued_again(cluster, tmp_path):

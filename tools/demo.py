@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nbtools.lesson import difference
+from nbtools.lesson import max_abs_diff
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
@@ -64,7 +64,7 @@ def main():
             runs = [pool.submit(train_exactly, row[0], row[2], exact[row[0]]) for row in table]
         for row, run in zip(table, runs, strict=True):
             run.result()
-            distance = difference(exact["01_single_gpu"] / "last.pt", exact[row[0]] / "last.pt")
+            distance = max_abs_diff(exact["01_single_gpu"] / "last.pt", exact[row[0]] / "last.pt")
             row.append(f"{distance:.1e}")
     print("\n" + COLUMNS.format(*TITLES))
     for row in table:
