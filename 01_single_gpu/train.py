@@ -114,8 +114,8 @@ def run(args):
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
-        if args.out and is_main_process():
-            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
+        if args.out_dir and is_main_process():
+            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
 
 
 def main():

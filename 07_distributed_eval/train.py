@@ -35,11 +35,11 @@ def parse_args():
     amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
     parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
-    parser.add_argument("--predictions", type=flags.new_file, help="write the logits here")  # [07]
+    parser.add_argument("--save-logits", type=flags.new_file, help="write the logits here")  # [07]
     args = parser.parse_args()
     args.amp = amp[args.amp]
-    if args.predictions and args.predictions == args.evaluate:
-        parser.error("--predictions: this is the file of --evaluate; name another")  # [07]
+    if args.save_logits and args.save_logits == args.evaluate:
+        parser.error("--save-logits: this is the file of --evaluate; name another")  # [07]
     if args.amp and args.dtype != torch.float32:
         parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
     if args.sync_bn and args.device.type == "cpu":
@@ -157,13 +157,13 @@ def evaluate(args, model, loader):
         with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
             output = model(images)
             meter.update(nn.functional.cross_entropy(output, target), output, target)
-        if args.predictions:
+        if args.save_logits:
             outputs.append(output)
     dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
-    if args.predictions:
+    if args.save_logits:
         logits = gather_logits(args, loader.dataset, outputs)
         if is_main_process():
-            checkpoint.save(logits.cpu(), args.predictions)
+            checkpoint.save(logits.cpu(), args.save_logits)
     return meter.compute()
 
 
@@ -188,8 +188,8 @@ def run(args):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
-        if args.out and is_main_process():
-            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
+        if args.out_dir and is_main_process():
+            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
 
 
 def main():

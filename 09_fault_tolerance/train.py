@@ -1,7 +1,7 @@
 """[09] Survive being killed: go on from the last snapshot, to the same weights bit for bit.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
-09_fault_tolerance/train.py --snapshots snapshots  # without the variable half of the restarts fail
+09_fault_tolerance/train.py --checkpoint-dir snapshots  # without the variable half of the restarts fail
 torchrun --standalone --nproc-per-node=2 09_fault_tolerance/train.py
 """
 
@@ -39,14 +39,14 @@ def parse_args():
     amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
     parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
-    parser.add_argument("--accumulate", type=flags.number(int, 1), default=1, help="parts")  # [08]
-    parser.add_argument("--snapshots", type=flags.new_folder, help="write, and go on here")  # [09]
-    parser.add_argument("--snapshot-every", type=flags.number(int, 1), default=100, help="steps")
-    parser.add_argument("--predictions", type=flags.new_file, help="write the logits here")  # [07]
+    parser.add_argument("--grad-accum-steps", type=flags.number(int, 1), default=1, help="parts")  # [08]
+    parser.add_argument("--checkpoint-dir", type=flags.new_folder, help="write, and go on here")  # [09]
+    parser.add_argument("--checkpoint-every", type=flags.number(int, 1), default=100, help="steps")
+    parser.add_argument("--save-logits", type=flags.new_file, help="write the logits here")  # [07]
     args = parser.parse_args()
     args.amp = amp[args.amp]
-    if args.predictions and args.predictions == args.evaluate:
-        parser.error("--predictions: this is the file of --evaluate; name another")  # [07]
+    if args.save_logits and args.save_logits == args.evaluate:
+        parser.error("--save-logits: this is the file of --evaluate; name another")  # [07]
     if args.amp and args.dtype != torch.float32:
         parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
     if args.sync_bn and args.device.type == "cpu":
@@ -62,8 +62,8 @@ def setup(args):
     if "RANK" not in os.environ and "SLURM_JOB_ID" in os.environ:
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]  # [06] set by srun
     rank, world_size, local_rank = flags.place(args, *names)
-    if args.accumulate * world_size > args.batch_size:  # [08] a part needs an image at least
-        flags.stop(f"--accumulate {args.accumulate}: a process has fewer images of a batch")
+    if args.grad_accum_steps * world_size > args.batch_size:  # [08] a part needs an image at least
+        flags.stop(f"--grad-accum-steps {args.grad_accum_steps}: a process has fewer images of a batch")
     args.signals = snapshots.watch(args, "SIGTERM", "SIGUSR1")  # [09] heeded between two steps
     attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
@@ -108,7 +108,7 @@ def make_loaders(args):
     )
     part = range(len(val_set))[dist.get_rank() :: dist.get_world_size()]
     val_set = Subset(val_set, part)  # [07] every image once: DistributedSampler repeats some
-    batch_size //= args.accumulate  # [08] evaluation takes no more memory than training
+    batch_size //= args.grad_accum_steps  # [08] evaluation takes no more memory than training
     val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
     return train_loader, val_loader
 
@@ -117,11 +117,11 @@ def make_loaders(args):
 def accumulate(args, step, model, batch, scaler):
     """Add up the gradient of a process's batch; return each part's loss, output and target."""
     outputs = []
-    parts = zip(*(tensor.tensor_split(args.accumulate) for tensor in batch), strict=True)
+    parts = zip(*(tensor.tensor_split(args.grad_accum_steps) for tensor in batch), strict=True)
     for number, (images, target) in enumerate(parts, 1):  # [08] one at a time is on the device
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        last = number == args.accumulate
+        last = number == args.grad_accum_steps
         with contextlib.nullcontext() if last else model.no_sync():  # [08] one average, not N
             with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
                 output = model(images)
@@ -158,7 +158,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
             meter.update(loss, output, target)
         told = torch.tensor(max(args.signals, default=0), device=args.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)  # [09] otherwise they stop at different steps
-        if told or step % args.snapshot_every == 0 or step % len(loader) == 0:
+        if told or step % args.checkpoint_every == 0 or step % len(loader) == 0:
             sums = meter.sums.new_empty(dist.get_world_size(), 4)
             dist.all_gather(list(sums), meter.sums)  # [09] into the rows
             args.snapshots.save(step, sums, is_main_process())
@@ -194,13 +194,13 @@ def evaluate(args, model, loader):
         with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
             output = model(images)
             meter.update(nn.functional.cross_entropy(output, target), output, target)
-        if args.predictions:
+        if args.save_logits:
             outputs.append(output)
     dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
-    if args.predictions:
+    if args.save_logits:
         logits = gather_logits(args, loader.dataset, outputs)
         if is_main_process():
-            checkpoint.save(logits.cpu(), args.predictions)
+            checkpoint.save(logits.cpu(), args.save_logits)
     return meter.compute()
 
 
@@ -231,8 +231,8 @@ def run(args):
             return
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
-        if args.out and is_main_process():
-            checkpoint.save_epoch(args.out, epoch, train, val, model.state_dict())
+        if args.out_dir and is_main_process():
+            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
 
 
 def main():

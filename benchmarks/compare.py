@@ -128,7 +128,7 @@ def train(args, stage, processes, **others):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = [*command(stage, processes), *work(args, *amp, **others)]
-        _, progress, memory = run([*arguments, "--out", str(folder / "out")], folder)
+        _, progress, memory = run([*arguments, "--out-dir", str(folder / "out")], folder)
         text = (folder / "out/metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()][1:]
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": a step's milliseconds, with those of its data

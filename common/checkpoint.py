@@ -86,7 +86,7 @@ def save_epoch(folder, epoch, train, val, weights):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        stop(f"--out {folder}: {error.strerror}")
+        stop(f"--out-dir {folder}: {error.strerror}")
     earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
     rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
     weights = {name: tensor.cpu() for name, tensor in weights.items()}

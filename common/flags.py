@@ -165,7 +165,7 @@ class Flags(argparse.ArgumentParser):
         add("--dtype", choices=("float32", "float64"), default="float32", help="of the weights")
         add("--timeout", type=number(float, least=1, most=10**6), default=300.0,
             help="seconds that a process waits for the others (default: 300)")  # fmt: skip
-        add("--out", type=new_folder, help="folder for metrics.jsonl, last.pt and best.pt")
+        add("--out-dir", type=new_folder, help="folder for metrics.jsonl, last.pt and best.pt")
         add("--evaluate", type=existing_file, metavar="FILE", help="only evaluate these weights")
 
     def error(self, message):

@@ -68,7 +68,7 @@ def read(path):
 
 
 def newest(args):
-    """Return the newest snapshot in --snapshots, its tensors on the CPU; None where there is none.
+    """Return the newest snapshot in --checkpoint-dir, its tensors on the CPU; None where there is none.
 
     One that cannot be read is passed over, with a line on standard error. If that is true of all
     of them, or if they are those of a run with other flags, return what is wrong, as text.
@@ -103,7 +103,7 @@ class Snapshots:
         If that is text, saying what is wrong, the program ends with it, on every process alike.
         """
         if isinstance(state, str):
-            stop(f"--snapshots: {state}")
+            stop(f"--checkpoint-dir: {state}")
         self.folder = args.snapshots
         self.flags = decisive(args)
         self.parts = dict(zip(PARTS, parts, strict=True))
@@ -147,7 +147,7 @@ class Snapshots:
             raise FloatingPointError(f"step {step}: 5 in a row skipped; {self.last()}")
 
     def save(self, step, sums, write=True):
-        """Write the snapshot of a step, and keep the one before; nothing without --snapshots.
+        """Write the snapshot of a step, and keep the one before; nothing without --checkpoint-dir.
 
         write: whether this process is the one that does. If it cannot be written, what is there
         stays as it is, and a line on standard error says so.

@@ -127,7 +127,7 @@ def check(exercise):
 
 
 def draw_curves(runs):
-    """Plot the training loss and the validation accuracy of {label: folder given as --out}."""
+    """Plot the training loss and the validation accuracy of {label: folder given as --out-dir}."""
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
     for (label, folder), marker in zip(runs.items(), "o+x^sv*", strict=False):
         rows = read_metrics(folder)

@@ -137,7 +137,7 @@ def changed(stage, folder, *replacements):
 
 
 def train(stage, processes, flags, folder):
-    """Copy a stage elsewhere, and run it from a third place by the command it shows, with --out.
+    """Copy a stage elsewhere, and run it from a third place by the command it shows, with --out-dir.
 
     In that place is another package of the name `common`, which must not be taken for the copy's.
     Returns `run`'s answer, with the rows and the weights.
@@ -147,7 +147,7 @@ def train(stage, processes, flags, folder):
     (folder / "common").mkdir()
     (folder / "common/__init__.py").write_text("raise ImportError('the wrong common')")
     out = folder / "out"
-    done = run([*command(stage, processes, project), *flags, "--out", "out"], folder, cwd=folder)
+    done = run([*command(stage, processes, project), *flags, "--out-dir", "out"], folder, cwd=folder)
     return with_results(done, out)
 
 
@@ -241,7 +241,7 @@ def fork_ranks(stage, processes, flags, folder, root=ROOT, **options):
 def train_in_forks(stage, processes, flags, folder):
     """Do as `train` does, in forks instead of by the stage's command, which saves the imports."""
     out = Path(folder) / "out"
-    flags = [*flags, "--out", str(out)]
+    flags = [*flags, "--out-dir", str(out)]
     ends = fork_ranks(stage, processes, flags, folder)
     done = [end() for end in ends]
     assert [one.returncode for one in done] == [0] * len(ends), done

@@ -28,7 +28,7 @@ def test_any_number_of_parts_equals_the_whole_batch(stage, processes, parts, tra
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
     whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    flags = (*DOUBLE, *SMALL, "--accumulate", str(parts))
+    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(parts))
     done = trained(stage, processes, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     assert len(done.rows) == 2
@@ -43,7 +43,7 @@ def test_any_number_of_parts_equals_the_whole_batch(stage, processes, parts, tra
 def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
     clip = (*DOUBLE, *SMALL, "--clip-grad", "0.5")
     whole = trained("07_distributed_eval", 1, *clip, how=train_in_forks)
-    done = trained(stage, several, *clip, "--accumulate", "4", how=train_in_forks)
+    done = trained(stage, several, *clip, "--grad-accum-steps", "4", how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     other = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
     assert max_abs_diff(done.weights, other.weights) > 1e-3
@@ -52,7 +52,7 @@ def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_one_part_gives_the_weights_of_stage_07_bit_for_bit(stage, trained, several):
     before = trained("07_distributed_eval", several, "--epochs", "2", how=train_in_forks)
-    after = trained(stage, several, "--epochs", "2", "--accumulate", "1", how=train_in_forks)
+    after = trained(stage, several, "--epochs", "2", "--grad-accum-steps", "1", how=train_in_forks)
     assert max_abs_diff(before.weights, after.weights) == 0
     assert before.epochs == after.epochs
 
@@ -60,7 +60,7 @@ def test_one_part_gives_the_weights_of_stage_07_bit_for_bit(stage, trained, seve
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_it_learns_in_mixed_precision(stage, amp, trained, several):
-    flags = ("--epochs", "1", "--accumulate", "3")
+    flags = ("--epochs", "1", "--grad-accum-steps", "3")
     full = trained(stage, several, *flags, how=train_in_forks).rows[0]
     done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks).rows[0]
     assert done["train"]["loss"] != full["train"]["loss"]
@@ -171,11 +171,11 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("parts, named", [
-    ("31", "--accumulate 31: a process has"), ("0", "--accumulate: "), ("1.5", "--accumulate: "),
+    ("31", "--grad-accum-steps 31: a process has"), ("0", "--grad-accum-steps: "), ("1.5", "--grad-accum-steps: "),
 ])  # fmt: skip
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_parts_that_cannot_be(stage, parts, named, device, tmp_path):
-    flags = ["--accumulate", parts, "--device", device, "--out", str(tmp_path / "out")]
+    flags = ["--grad-accum-steps", parts, "--device", device, "--out-dir", str(tmp_path / "out")]
     for end in fork_ranks(stage, 2, flags, tmp_path / "ranks"):
         done = end()
         assert done.returncode == 2
@@ -186,7 +186,7 @@ def test_parts_that_cannot_be(stage, parts, named, device, tmp_path):
 
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_a_part_of_one_image_is_the_least(stage, trained, several):
-    flags = (*DOUBLE, *SMALL, "--accumulate", str(60 // several))
+    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(60 // several))
     done = trained(stage, several, *flags, how=train_in_forks)
     whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10

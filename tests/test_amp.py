@@ -71,7 +71,7 @@ def test_the_next_two_stages_train_by_the_same_lines():
     lost="the run; the weights of the last epoch are sound",
 )
 def test_a_loss_that_is_no_number_ends_the_run_with_step_and_rank(tmp_path, device, several, fault):
-    flags = ["--lr", "1e6", "--device", device, "--out", str(tmp_path / "out")]
+    flags = ["--lr", "1e6", "--device", device, "--out-dir", str(tmp_path / "out")]
     (end,) = fork_ranks("05_amp", several, flags, tmp_path, seconds=fault.seconds)
     done = end()
     assert done.returncode == 1
@@ -122,8 +122,8 @@ class Step:
         scaler = torch.amp.GradScaler("cpu", **options)
         args = types.SimpleNamespace(
             **{**dict.fromkeys(snapshots.DECISIVE), "dtype": torch.float32, "seed": 0},
-            **{"device": torch.device("cpu"), "accumulate": 1, "signals": [], "snapshots": None},
-            snapshot_every=100,
+            **{"device": torch.device("cpu"), "grad_accum_steps": 1, "signals": [], "snapshots": None},
+            checkpoint_every=100,
         )
         args.amp, args.clip_grad = amp, clip
         args.snapshots = snapshots.Snapshots(args, None, model, optimizer, scheduler, scaler)

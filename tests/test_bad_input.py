@@ -43,7 +43,7 @@ WRONG = {
     "a truncated checkpoint": (["--evaluate", "{tmp}/half.pt"], "--evaluate"),
     "a text for a checkpoint": (["--evaluate", "{tmp}/text.pt"], "--evaluate"),
     "another model's checkpoint": (["--evaluate", "{tmp}/other.pt"], "--evaluate"),
-    "a file for a folder": (["--out", "{tmp}/text.pt"], "--out"),
+    "a file for a folder": (["--out-dir", "{tmp}/text.pt"], "--out-dir"),
 }
 
 
@@ -79,8 +79,8 @@ def test_one_line_and_code_2(stage, what, files, tmp_path, device, fault):
     """The scripts themselves, each in a single process: stage 03 with the variables of torchrun."""
     flags, named = WRONG[what]
     flags = [flag.format(tmp=files) for flag in flags]
-    if "--out" not in flags:
-        flags += ["--out", str(tmp_path / "out")]
+    if "--out-dir" not in flags:
+        flags += ["--out-dir", str(tmp_path / "out")]
     if takes_processes(stage) and "nproc=" in command(stage)[-1]:
         flags += ["--nproc", "1"]
     before = sorted(files.rglob("*"))
@@ -189,5 +189,5 @@ def not_writable():
 
 def test_a_folder_that_is_not_writable(tmp_path):
     script = ROOT / STAGES[0] / "train.py"
-    done = fork(script, ["--out", tmp_path / "out"], tmp_path, prepare=not_writable)()
-    assert_one_line(done, "--out")
+    done = fork(script, ["--out-dir", tmp_path / "out"], tmp_path, prepare=not_writable)()
+    assert_one_line(done, "--out-dir")

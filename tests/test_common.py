@@ -148,7 +148,7 @@ def test_out_holds_metrics_and_weights_that_load_safely(trained):
 def test_evaluate_only_evaluates(trained, tmp_path, device):
     done = trained("01_single_gpu")
     best = max(done.rows, key=lambda row: row["val"]["acc1"])["val"]
-    options = ["--evaluate", done.weights.parent / "best.pt", "--out", tmp_path / "out"]
+    options = ["--evaluate", done.weights.parent / "best.pt", "--out-dir", tmp_path / "out"]
     again = fork(ROOT / "01_single_gpu/train.py", [*options, "--device", device], tmp_path / "x")()
     assert again.stdout == f"val {meters.format_metrics(best)}\n"
     assert not (tmp_path / "out").exists()

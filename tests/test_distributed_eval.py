@@ -44,7 +44,7 @@ def flags(**others):
     """Return what the functions of a stage's script read of the flags."""
     names = {"device": torch.device("cpu"), "dtype": torch.float32, "amp": None, "workers": 0}
     return types.SimpleNamespace(
-        **{**names, "seed": 0, "accumulate": 1, "predictions": None, **others}
+        **{**names, "seed": 0, "grad_accum_steps": 1, "predictions": None, **others}
     )
 
 
@@ -188,8 +188,8 @@ def test_predictions_of_a_run_are_those_of_its_weights(stage, tmp_path, several,
     fake = ["--data", "fake", "--image-size", "8", "--images", "108", "--batch-size", "12"]
     fake += ["--device", device, "--amp", "bf16", "--epochs", "2"]
     first, second = tmp_path / "first.pt", tmp_path / "second.pt"
-    done = train_in_forks(stage, several, [*fake, "--predictions", str(first)], tmp_path)
-    evaluate = ["--evaluate", str(done.weights), "--predictions", str(second)]
+    done = train_in_forks(stage, several, [*fake, "--save-logits", str(first)], tmp_path)
+    evaluate = ["--evaluate", str(done.weights), "--save-logits", str(second)]
     (end,) = fork_ranks(stage, 1, [*fake, *evaluate], tmp_path / "again")
     assert end().stdout.startswith("val loss ")
     logits, again = torch.load(first), torch.load(second)
@@ -216,7 +216,7 @@ def test_resnet18_with_batch_norm_is_judged_alike(
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("where", ["", "none/there.pt"])
 def test_predictions_need_a_file_that_can_be_written(stage, where, tmp_path):
-    done = fork(ROOT / stage / "train.py", ["--predictions", tmp_path / where], tmp_path)()
+    done = fork(ROOT / stage / "train.py", ["--save-logits", tmp_path / where], tmp_path)()
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("train.py: error: --predictions: ")
+    assert line.startswith("train.py: error: --save-logits: ")

@@ -68,7 +68,7 @@ class Run:
         self.folder = Path(folder)
         self.snapshots = self.folder / "snapshots"
         self.out = self.folder / "out"
-        self.flags = [*flags, "--device", device, "--snapshots", str(self.snapshots)]
+        self.flags = [*flags, "--device", device, "--checkpoint-dir", str(self.snapshots)]
         self.start_of = functools.partial(fork_ranks, stage, root=root)
         self.processes = processes
         self.starts = 0
@@ -77,7 +77,7 @@ class Run:
         """Start its ranks and return the functions that wait for their ends."""
         self.starts += 1
         self.step = self.newest()
-        flags = [*self.flags, "--out", str(self.out), *flags]
+        flags = [*self.flags, "--out-dir", str(self.out), *flags]
         screens = self.folder / f"start-{self.starts}"
         self.ends = self.start_of(self.processes, flags, screens, **options)
         return self.ends
@@ -141,7 +141,7 @@ def assert_no_step_is_lost_or_doubled(run, steps, what=""):
 def halfway(several, device, tmp_path_factory):
     """A run that was killed in step 15; its newest snapshots are of the steps 12 and 14."""
     folder = tmp_path_factory.mktemp("halfway")
-    run = Run(folder, device, *SHORT, "--snapshot-every", "2", processes=several)
+    run = Run(folder, device, *SHORT, "--checkpoint-every", "2", processes=several)
     run.go(prepare=functools.partial(signalled, 15, "SIGKILL"))
     assert [step_of(path) for path in snapshots.paths(run.snapshots)] == [14, 12]
     return run
@@ -151,7 +151,7 @@ def halfway(several, device, tmp_path_factory):
 def copy_of_halfway(halfway, device, tmp_path):
     """A copy of that run, to be gone on with."""
     shutil.copytree(halfway.snapshots, tmp_path / "snapshots")
-    flags = (*SHORT, "--snapshot-every", "4")
+    flags = (*SHORT, "--checkpoint-every", "4")
     return Run(tmp_path, device, *flags, processes=halfway.processes)
 
 
@@ -187,7 +187,7 @@ def test_kills_at_random_moments_change_no_bit(stage, trained, several, device, 
         if sum(map(len, kills)) >= 20:
             break
         kills.append([])
-        flags = (*SHORT, "--snapshot-every", "4")
+        flags = (*SHORT, "--checkpoint-every", "4")
         run = Run(tmp_path / str(number), device, *flags, stage=stage, processes=several)
         finished = False
         while not finished:
@@ -235,7 +235,7 @@ def left_by_a_kill(run):
 )
 @pytest.mark.parametrize("moments", [WHILE_WRITING, WHILE_RECORDING])
 def test_kills_while_a_file_is_written(moments, trained, several, device, tmp_path, fault):
-    run = Run(tmp_path, device, *SHORT, "--snapshot-every", "4", processes=several)
+    run = Run(tmp_path, device, *SHORT, "--checkpoint-every", "4", processes=several)
     for name, call, leaves in moments:
         before = left_by_a_kill(run)
         done = run.go(prepare=functools.partial(killed_at, call, name))
@@ -294,7 +294,7 @@ def test_torchrun_starts_killed_ranks_again(trained, two, device, tmp_path, faul
     """Three times, as often as the shown command allows: one rank, all at once, one rank."""
     flags = ("--epochs", "8")
     arguments, variables = shown(FIRST, two, tmp_path / "snapshots", *flags)
-    arguments += ["--snapshot-every", "10", "--device", device, "--out", str(tmp_path / "out")]
+    arguments += ["--checkpoint-every", "10", "--device", device, "--out-dir", str(tmp_path / "out")]
     draw, moments = random.Random(3), []
     with started(arguments, tmp_path, **variables) as child:
         for number, victims in enumerate(([1], [0, 1], [0]), 1):
@@ -326,7 +326,7 @@ def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
     """SIGTERM, as Slurm sends it, and SIGKILL; each time the same command is typed again."""
     flags = (*FAKE, "--image-size", "8", "--images", "6000")  # 100 steps an epoch
     arguments, variables = shown(FIRST, two, tmp_path / "snapshots", *flags)
-    arguments += ["--snapshot-every", "100000", "--device", device, "--out", str(tmp_path / "out")]
+    arguments += ["--checkpoint-every", "100000", "--device", device, "--out-dir", str(tmp_path / "out")]
     draw = random.Random(4)
     with started(arguments, tmp_path, **variables) as child:
         child.wait_for("processes on")
@@ -373,7 +373,7 @@ SIGNALS = [
 def test_a_signal_to_any_rank_stops_all_at_the_same_step(
     stage, trained, two, device, tmp_path, fault
 ):
-    run = Run(tmp_path, device, *SHORT, "--snapshot-every", "100000", stage=stage)
+    run = Run(tmp_path, device, *SHORT, "--checkpoint-every", "100000", stage=stage)
     for step, names, who in SIGNALS:
         assert step % 25
         spoil = functools.partial(signalled, step, *names, ranks=who)
@@ -403,7 +403,7 @@ def test_a_signal_in_the_last_step_leaves_the_evaluation_to_the_next_start(
 
 def test_no_rank_ends_before_the_snapshot_is_written(two, device, tmp_path):
     """A launcher would take the first end for a failure, and kill the rank that still writes."""
-    run = Run(tmp_path, device, *SHORT, "--snapshot-every", "100000")
+    run = Run(tmp_path, device, *SHORT, "--checkpoint-every", "100000")
     rank_0, rank_1 = run.start(prepare=functools.partial(signalled_and_slow_to_write, 7, 1.5))
     assert rank_1().returncode == 128 + signal.SIGTERM
     assert run.newest() == 7
@@ -525,7 +525,7 @@ def test_the_newest_two_are_kept(tmp_path):
     what="a snapshot cannot be written, for the disk is full",
     sees="`step ...: no snapshot written (...); the last snapshot is ...`; the training goes on",
     seconds=60,
-    lost="nothing, and what is there is whole (but with --out on that disk the epoch's end fails)",
+    lost="nothing, and what is there is whole (but with --out-dir on that disk the epoch's end fails)",
 )
 def test_a_snapshot_that_cannot_be_written_ends_no_run(trained, copy_of_halfway, several, fault):
     run = copy_of_halfway
@@ -643,7 +643,7 @@ def assert_refused(run, done, *words):
     for one in done:
         ours = [line for line in one.stderr.splitlines() if "passed over" not in line]
         assert len(ours) == 1, one.stderr
-        assert ours[0].startswith("train.py: error: --snapshots: "), one.stderr
+        assert ours[0].startswith("train.py: error: --checkpoint-dir: "), one.stderr
         assert all(word in ours[0] for word in words), one.stderr
     assert "epoch" not in done[0].stdout
     assert not run.out.exists()
@@ -652,7 +652,7 @@ def assert_refused(run, done, *words):
 @pytest.mark.fault(
     stages="09",
     what="no snapshot in the folder can be read",
-    sees="`train.py: error: --snapshots: ... holds no snapshot that can be read`; exit code 2",
+    sees="`train.py: error: --checkpoint-dir: ... holds no snapshot that can be read`; exit code 2",
     seconds=60,
     lost="nothing is written or removed",
 )
@@ -676,7 +676,7 @@ OTHER = {
     "--arch": ("small", "resnet18"),
 }
 # fmt: off
-ALIKE = ["--workers", "1", "--accumulate", "2", "--timeout", "100", "--snapshot-every", "7"]
+ALIKE = ["--workers", "1", "--grad-accum-steps", "2", "--timeout", "100", "--checkpoint-every", "7"]
 # fmt: on
 
 
@@ -684,7 +684,7 @@ ALIKE = ["--workers", "1", "--accumulate", "2", "--timeout", "100", "--snapshot-
     stages="09",
     what="the snapshots are of a run with another learning rate, batch, model, seed or "
     "number of epochs",
-    sees="`train.py: error: --snapshots: ... is of a run with --...; name another folder`; "
+    sees="`train.py: error: --checkpoint-dir: ... is of a run with --...; name another folder`; "
     "exit code 2",
     seconds=60,
     lost="nothing is written or removed",
@@ -739,7 +739,7 @@ def steps(request, tmp_path):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         names = {**dict.fromkeys(snapshots.DECISIVE), "device": torch.device("cpu"), "seed": 0}
-        names |= {"dtype": torch.float32, "accumulate": 1, "signals": [], "snapshot_every": 4}
+        names |= {"dtype": torch.float32, "grad_accum_steps": 1, "signals": [], "checkpoint_every": 4}
         args = types.SimpleNamespace(**{**names, "snapshots": tmp_path, **others})
         parts = (model, optimizer, scheduler, scaler)
         args.snapshots = snapshots.Snapshots(args, None, *parts)
@@ -801,14 +801,14 @@ def with_bad_images(folder, *bad):
     begin = "    parts = zip("
     spoil = f"    if dist.get_rank() == 1 and step in {bad}:\n        batch[0].fill_(math.nan)\n"
     tell = '            log(f"step {step}: skipped'
-    main = "if args.out and is_main_process():"
-    every = 'if checkpoint.save(model.state_dict(), args.out / f"{dist.get_rank()}.pt") or '
+    main = "if args.out_dir and is_main_process():"
+    every = 'if checkpoint.save(model.state_dict(), args.out_dir / f"{dist.get_rank()}.pt") or '
     return changed(
         FIRST,
         folder,
         (begin, spoil + begin),
         (tell, tell.replace("log", "print")),
-        (main, every + main.removeprefix("if args.out and ")),
+        (main, every + main.removeprefix("if args.out_dir and ")),
     )
 
 
@@ -841,7 +841,7 @@ def test_five_bad_steps_in_a_row_end_all_ranks_and_are_counted_across_a_stop(
     two, device, tmp_path, fault
 ):
     root = with_bad_images(tmp_path / "copy", *range(6, 11))
-    run = Run(tmp_path, device, *SHORT, "--snapshot-every", "4", root=root)
+    run = Run(tmp_path, device, *SHORT, "--checkpoint-every", "4", root=root)
     run.out.mkdir()
     text = f"step 10: 5 in a row skipped; the last snapshot is {run.snapshots}"
     done = run.go(seconds=fault.seconds)

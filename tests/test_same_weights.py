@@ -54,7 +54,7 @@ def test_two_launchers_as_on_two_machines(alone, several, device, tmp_path):
     meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
     meeting += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair"]
     script = str(ROOT / "03_ddp_launch/train.py")
-    flags = [*DOUBLE, "--device", device, "--out", str(tmp_path / "out")]
+    flags = [*DOUBLE, "--device", device, "--out-dir", str(tmp_path / "out")]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, script, *flags]
     (tmp_path / "second").mkdir()
     with started(command, tmp_path / "second") as second:
@@ -85,12 +85,12 @@ def weights_of_each_rank(device, several, tmp_path_factory):
     def get(name, old, new):
         folder = tmp_path_factory.mktemp(name)
         every_rank = (
-            "if args.out and is_main_process():",
-            "args.out /= str(dist.get_rank())\n        if 1:",
+            "if args.out_dir and is_main_process():",
+            "args.out_dir /= str(dist.get_rank())\n        if 1:",
         )
         root = changed("03_ddp_launch", folder / "copy", (old, new), every_rank)
         out = folder / "out"
-        flags = [*DOUBLE, "--device", device, "--out", str(out)]
+        flags = [*DOUBLE, "--device", device, "--out-dir", str(out)]
         ends = fork_ranks("03_ddp_launch", several, flags, folder, root=root)
         assert [end().returncode for end in ends] == [0] * several
         # Every epoch's folder lies in the one before: out/RANK/RANK.

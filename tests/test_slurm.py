@@ -146,7 +146,7 @@ def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
     seeds = {"job.sbatch": [], "job_torchrun.sbatch": ["--seed", "1"]}
     jobs = {}
     for name, seed in seeds.items():
-        flags = ["--device", "cpu", *DOUBLE, *seed, "--out", tmp_path / name]
+        flags = ["--device", "cpu", *DOUBLE, *seed, "--out-dir", tmp_path / name]
         jobs[name] = cluster.submit(name, *flags, per_node=2, cwd=tmp_path)
     shown = []
     for job in jobs.values():
@@ -236,7 +236,7 @@ def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault)
 
 # One epoch of 600 steps, so a job that is stopped has no snapshot but the one it writes then.
 LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
-NEVER = ("--snapshot-every", "1000000", "--device", "cpu")
+NEVER = ("--checkpoint-every", "1000000", "--device", "cpu")
 
 
 def at(folder):
@@ -269,7 +269,7 @@ def steps_of(job, cwd):
 def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
     """Both happen to the same job, which is long enough; no bit of its weights knows of it."""
     reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
-    job = cluster.submit("job.sbatch", *LONG, *NEVER, "--out", tmp_path / "out", **at(tmp_path))
+    job = cluster.submit("job.sbatch", *LONG, *NEVER, "--out-dir", tmp_path / "out", **at(tmp_path))
     cluster.wait_for(job, "2 processes on gloo")
     ranks = cluster.ranks(job)
     words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
@@ -301,7 +301,7 @@ def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_
 def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
     """Before that its time is nearly over, as above."""
     reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
-    flags = (*LONG, *NEVER, "--out", tmp_path / "out")
+    flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
     job = cluster.submit("job_torchrun.sbatch", *flags, **at(tmp_path))
     cluster.wait_for(job, "2 processes on gloo")
     step = stopped_by_slurms_signal(cluster, job, tmp_path)

@@ -28,7 +28,7 @@ TITLES = (
 
 def train(stage, processes, out, *flags, **options):
     """Run a stage by its own command and return the rows of its metrics.jsonl."""
-    arguments = [*command(stage, processes), *flags, "--out", str(out)]
+    arguments = [*command(stage, processes), *flags, "--out-dir", str(out)]
     subprocess.run(arguments, cwd=ROOT, check=True, **options)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

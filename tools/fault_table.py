@@ -16,9 +16,9 @@ go on) no longer than the seconds say, and looks on the screen for the words in 
 itself most of this takes a few. `python -m tools.fault_table` writes this page from the marks
 of the tests.
 
-What is lost is training. With `--out` the stages write weights and figures after each epoch: enough
+What is lost is training. With `--out-dir` the stages write weights and figures after each epoch: enough
 to use a network, and not enough to go on with its training. Stage 09 goes on from its last snapshot
-(`--snapshots`), of which there is one per epoch, and one every `--snapshot-every` steps.
+(`--checkpoint-dir`), of which there is one per epoch, and one every `--checkpoint-every` steps.
 
 | stages | what happens | what you see | within | what is lost | test |
 |---|---|---|---|---|---|
