@@ -159,7 +159,7 @@ def one_step_in_parts():
 
 
 def killed_and_started_again():
-    """Draw a run that is killed between two snapshots, and the one that goes on from the last."""
+    """Draw a run that is killed between two checkpoints, and the one that goes on from the last."""
     axis = canvas(2.4, (-1.4, 10.5), (-0.9, 2))
     for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 4, 10)):
         axis.text(-0.2, y, name, ha="right", va="center", weight="bold")

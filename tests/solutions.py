@@ -103,7 +103,7 @@ def accumulate(model, images, target):
         (nn.functional.cross_entropy(model(some), labels) * len(labels) / total).backward()
 """,
     ],
-    "09_fault_tolerance": [
+    "10_preemption": [
         """
 def to_go_on(paths, whole):
     return max(filter(whole, paths), default=None)

@@ -2,7 +2,7 @@
 
 import types
 
-from common import snapshots
+from common import checkpointer
 from nbtools.lesson import max_abs_diff
 from nbtools.lesson import sections
 from tests.harness import fork
@@ -121,12 +121,12 @@ class Step:
         options = {"init_scale": scale, "growth_interval": 10**6, "enabled": amp is not None}
         scaler = torch.amp.GradScaler("cpu", **options)
         args = types.SimpleNamespace(
-            **{**dict.fromkeys(snapshots.DECISIVE), "dtype": torch.float32, "seed": 0},
-            **{"device": torch.device("cpu"), "grad_accum_steps": 1, "signals": [], "snapshots": None},
+            **{**dict.fromkeys(checkpointer.DECISIVE), "dtype": torch.float32, "seed": 0},
+            **{"device": torch.device("cpu"), "grad_accum_steps": 1, "signals": [], "checkpoints": None},
             checkpoint_every=100,
         )
         args.amp, args.clip_grad = amp, clip
-        args.snapshots = snapshots.Snapshots(args, None, model, optimizer, scheduler, scaler)
+        args.checkpoints = checkpointer.Checkpointer(args, None, model, optimizer, scheduler, scaler)
         images = torch.randn(6, 4) if images is None else images
         before = [parameter.detach().clone() for parameter in model.parameters()]
         batches = Batches([(images, torch.arange(6) % 3)] * steps)

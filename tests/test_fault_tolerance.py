@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import checkpoint
 from common import data
-from common import snapshots
+from common import checkpointer
 from nbtools.lesson import max_abs_diff
 from tests.conftest import counts
 from tests.fault_injection import killed_at
@@ -62,13 +62,13 @@ def two(several):
 
 
 class Run:
-    """A run in forks that keeps snapshots: it can be killed, and started again, time after time."""
+    """A run in forks that keeps checkpoints: it can be killed, and started again, time after time."""
 
     def __init__(self, folder, device, *flags, stage=FIRST, processes=2, root=ROOT):
         self.folder = Path(folder)
-        self.snapshots = self.folder / "snapshots"
+        self.checkpoints = self.folder / "checkpoints"
         self.out = self.folder / "out"
-        self.flags = [*flags, "--device", device, "--checkpoint-dir", str(self.snapshots)]
+        self.flags = [*flags, "--device", device, "--checkpoint-dir", str(self.checkpoints)]
         self.start_of = functools.partial(fork_ranks, stage, root=root)
         self.processes = processes
         self.starts = 0
@@ -92,16 +92,16 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def newest(self):
-        """Return the step of the newest snapshot, 0 where there is none."""
-        return max([0, *(step_of(path) for path in snapshots.paths(self.snapshots))])
+        """Return the step of the newest checkpoint, 0 where there is none."""
+        return max([0, *(step_of(path) for path in checkpointer.paths(self.checkpoints))])
 
     def files(self):
-        """Return the names and the contents of what lies in the folder of snapshots."""
-        return {path.name: path.read_bytes() for path in self.snapshots.iterdir()}
+        """Return the names and the contents of what lies in the folder of checkpoints."""
+        return {path.name: path.read_bytes() for path in self.checkpoints.iterdir()}
 
 
 def step_of(path):
-    """Return the step in the name of a snapshot."""
+    """Return the step in the name of a checkpoint."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -131,26 +131,26 @@ def assert_same(out, reference, what=""):
 
 
 def assert_no_step_is_lost_or_doubled(run, steps, what=""):
-    """Look at the last snapshot of a run that has ended."""
-    state = snapshots.read(snapshots.paths(run.snapshots)[0])
+    """Look at the last checkpoint of a run that has ended."""
+    state = checkpointer.read(checkpointer.paths(run.checkpoints)[0])
     assert state["step"] == state["scheduler"]["last_epoch"] == steps, what
     assert state["sums"][:, 3].sum() == rows(run.out)[-1]["train"]["images"], what
 
 
 @pytest.fixture(scope="module")
 def halfway(several, device, tmp_path_factory):
-    """A run that was killed in step 15; its newest snapshots are of the steps 12 and 14."""
+    """A run that was killed in step 15; its newest checkpoints are of the steps 12 and 14."""
     folder = tmp_path_factory.mktemp("halfway")
     run = Run(folder, device, *SHORT, "--checkpoint-every", "2", processes=several)
     run.go(prepare=functools.partial(signalled, 15, "SIGKILL"))
-    assert [step_of(path) for path in snapshots.paths(run.snapshots)] == [14, 12]
+    assert [step_of(path) for path in checkpointer.paths(run.checkpoints)] == [14, 12]
     return run
 
 
 @pytest.fixture
 def copy_of_halfway(halfway, device, tmp_path):
     """A copy of that run, to be gone on with."""
-    shutil.copytree(halfway.snapshots, tmp_path / "snapshots")
+    shutil.copytree(halfway.checkpoints, tmp_path / "checkpoints")
     flags = (*SHORT, "--checkpoint-every", "4")
     return Run(tmp_path, device, *flags, processes=halfway.processes)
 
@@ -167,7 +167,7 @@ def wait_until(true, run):
 def kill_at_some_moment(run, draw):
     """Kill one rank of a run, or all of them; return words for the moment.
 
-    It is a little after the run has begun, or after some snapshot has appeared.
+    It is a little after the run has begun, or after some checkpoint has appeared.
     """
     step, delay = draw.choice([0, *range(1, 13)]), draw.uniform(0, 0.1)
     victims = draw.choice([run.ends, run.ends, [draw.choice(run.ends)]])
@@ -201,18 +201,18 @@ def test_kills_at_random_moments_change_no_bit(stage, trained, several, device, 
                 assert -signal.SIGKILL in codes(done) and "hung" not in codes(done), kills
         assert_same(run.out, reference, kills)
         assert_no_step_is_lost_or_doubled(run, 50, kills)
-        assert len(snapshots.paths(run.snapshots)) == 2
+        assert len(checkpointer.paths(run.checkpoints)) == 2
 
 
 # Which call of which function it is in each start after the other, and what that leaves: in a run
-# from the beginning, the first 14 calls of fsync are those of the seven snapshots of an epoch.
+# from the beginning, the first 14 calls of fsync are those of the seven checkpoints of an epoch.
 WHILE_WRITING = [
-    ("fsync", 1, "snapshots"),  # the very first, so it begins from the start
-    ("fsync", 5, "snapshots"),
-    ("replace", 3, "snapshots"),
+    ("fsync", 1, "checkpoints"),  # the very first, so it begins from the start
+    ("fsync", 5, "checkpoints"),
+    ("replace", 3, "checkpoints"),
     ("unlink", 3, None),  # the new name is there, what is too old is not gone
     ("fsync", 2, None),  # the new name is there, but not yet on the disk
-    ("fsync", 1, "snapshots"),
+    ("fsync", 1, "checkpoints"),
 ]
 WHILE_RECORDING = [
     ("fsync", 15, "out"),  # last.pt
@@ -222,16 +222,16 @@ WHILE_RECORDING = [
 
 def left_by_a_kill(run):
     """Return the temporary files in a run's folders, by the folder's name."""
-    return {name: set((run.folder / name).glob(".*.tmp")) for name in ("snapshots", "out")}
+    return {name: set((run.folder / name).glob(".*.tmp")) for name in ("checkpoints", "out")}
 
 
 @pytest.mark.fault(
     stages="09",
-    what="the process that writes is killed while it writes a snapshot, weights or figures",
+    what="the process that writes is killed while it writes a checkpoint, weights or figures",
     sees="started again it says `goes on after step`; a file has its old contents or its "
-    "new ones, and the temporary one goes with the next snapshot",
+    "new ones, and the temporary one goes with the next checkpoint",
     seconds=60,
-    lost="the steps since the last snapshot, taken once more",
+    lost="the steps since the last checkpoint, taken once more",
 )
 @pytest.mark.parametrize("moments", [WHILE_WRITING, WHILE_RECORDING])
 def test_kills_while_a_file_is_written(moments, trained, several, device, tmp_path, fault):
@@ -243,12 +243,12 @@ def test_kills_while_a_file_is_written(moments, trained, several, device, tmp_pa
         after = left_by_a_kill(run)
         if leaves:
             assert len(after[leaves] - before[leaves]) == 1, (name, call)
-        if call > 2 and name != "unlink":  # a snapshot has been written before the kill
-            assert not after["snapshots"] & before["snapshots"]
+        if call > 2 and name != "unlink":  # a checkpoint has been written before the kill
+            assert not after["checkpoints"] & before["checkpoints"]
     done = run.go(seconds=fault.seconds)
     assert codes(done) == [0] * several
     fault.assert_seen(done[0].stdout)
-    assert not left_by_a_kill(run)["snapshots"]
+    assert not left_by_a_kill(run)["checkpoints"]
     assert_same(run.out, trained(FIRST, several, *SHORT, how=train_in_forks))
     assert_no_step_is_lost_or_doubled(run, 50)
 
@@ -258,7 +258,7 @@ def shown(stage, processes, folder, *flags):
     words = shlex.split(shown_commands(stage)[0], comments=True)
     variables = dict(word.split("=") for word in words[: words.index("torchrun")])
     words = words[words.index("torchrun") + 1 :]
-    words[words.index("snapshots")] = str(folder)
+    words[words.index("checkpoints")] = str(folder)
     words = [re.sub(r"(--nproc-per-node)=\d+", rf"\1={processes}", word) for word in words]
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
     return [sys.executable, "-m", "torch.distributed.run", *words, *flags], variables
@@ -288,20 +288,20 @@ def ranks(child):
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then `goes on after "
     "step`; exit code 0 in the end",
     seconds=120,
-    lost="the steps since the last snapshot, taken once more",
+    lost="the steps since the last checkpoint, taken once more",
 )
 def test_torchrun_starts_killed_ranks_again(trained, two, device, tmp_path, fault):
     """Three times, as often as the shown command allows: one rank, all at once, one rank."""
     flags = ("--epochs", "8")
-    arguments, variables = shown(FIRST, two, tmp_path / "snapshots", *flags)
+    arguments, variables = shown(FIRST, two, tmp_path / "checkpoints", *flags)
     arguments += ["--checkpoint-every", "10", "--device", device, "--out-dir", str(tmp_path / "out")]
     draw, moments = random.Random(3), []
     with started(arguments, tmp_path, **variables) as child:
         for number, victims in enumerate(([1], [0, 1], [0]), 1):
             wait_for_more(child, "processes on", number)
-            step = (snapshots.paths(tmp_path / "snapshots") or [Path("step-0")])[0]
+            step = (checkpointer.paths(tmp_path / "checkpoints") or [Path("step-0")])[0]
             end = time.monotonic() + fault.seconds
-            while snapshots.paths(tmp_path / "snapshots")[:1] in ([], [step]):
+            while checkpointer.paths(tmp_path / "checkpoints")[:1] in ([], [step]):
                 assert time.monotonic() < end, child.screen()
                 time.sleep(0.001)
             moments.append((step.name, victims, draw.uniform(0, 0.05)))
@@ -325,7 +325,7 @@ def assert_all_end(members):
 def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
     """SIGTERM, as Slurm sends it, and SIGKILL; each time the same command is typed again."""
     flags = (*FAKE, "--image-size", "8", "--images", "6000")  # 100 steps an epoch
-    arguments, variables = shown(FIRST, two, tmp_path / "snapshots", *flags)
+    arguments, variables = shown(FIRST, two, tmp_path / "checkpoints", *flags)
     arguments += ["--checkpoint-every", "100000", "--device", device, "--out-dir", str(tmp_path / "out")]
     draw = random.Random(4)
     with started(arguments, tmp_path, **variables) as child:
@@ -334,7 +334,7 @@ def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
         child.send_signal(signal.SIGTERM)
         assert child.wait(90) not in (0, None)
         assert_all_end(child.members)
-    (path,) = snapshots.paths(tmp_path / "snapshots")
+    (path,) = checkpointer.paths(tmp_path / "checkpoints")
     step = step_of(path)
     assert 0 < step < 100, delay
     with started(arguments, tmp_path, **variables) as child:
@@ -343,7 +343,7 @@ def test_torchrun_itself_is_stopped_and_killed(trained, two, device, tmp_path):
         time.sleep(delay := draw.uniform(0, 0.05))
         child.kill()
         assert_all_end(child.members)
-    step = step_of(snapshots.paths(tmp_path / "snapshots")[0])
+    step = step_of(checkpointer.paths(tmp_path / "checkpoints")[0])
     with started(arguments, tmp_path, **variables) as child:
         assert child.wait(300) == 0, child.screen()
         assert went_on(child.screen()) == [step]
@@ -364,7 +364,7 @@ SIGNALS = [
 @pytest.mark.fault(
     stages="09",
     what="SIGTERM or SIGUSR1 to any rank, from Slurm, Kubernetes or by hand",
-    sees="all ranks end after the same step, with a snapshot; exit code 143 or 138 of "
+    sees="all ranks end after the same step, with a checkpoint; exit code 143 or 138 of "
     "those that got it; started again, `goes on after step`",
     seconds=60,
     lost="nothing",
@@ -381,7 +381,7 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step(
         number = 128 + getattr(signal, names[0])
         assert codes(done) == [number, number]
         assert run.newest() == step
-        state = snapshots.read(snapshots.paths(run.snapshots)[0])
+        state = checkpointer.read(checkpointer.paths(run.checkpoints)[0])
         assert state["sums"][:, 3].tolist() == [30 * (step - 25 * (step // 25))] * 2
     done = run.go()
     assert codes(done) == [0, 0]
@@ -457,7 +457,7 @@ def test_it_goes_on_with_any_number_of_processes(
 ):
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
-    for name in ("snapshots", "out"):
+    for name in ("checkpoints", "out"):
         shutil.copytree(in_mid_epoch.folder / name, tmp_path / name)
     run = Run(tmp_path, device, *DOUBLE, processes=processes)
     done = run.go()
@@ -475,9 +475,9 @@ def test_it_goes_on_with_any_number_of_processes(
 
 
 def keeper(folder, size=10):
-    """Return the Snapshots of four layers, which stand for a run's model, optimizer and so on."""
-    args = types.SimpleNamespace(**dict.fromkeys(snapshots.DECISIVE), snapshots=Path(folder))
-    return snapshots.Snapshots(args, None, *(nn.Linear(size, size) for _ in snapshots.PARTS))
+    """Return the Checkpoints of four layers, which stand for a run's model, optimizer and so on."""
+    args = types.SimpleNamespace(**dict.fromkeys(checkpointer.DECISIVE), checkpoints=Path(folder))
+    return checkpointer.Checkpointer(args, None, *(nn.Linear(size, size) for _ in checkpoints.PARTS))
 
 
 def save_endlessly(kept, step):
@@ -486,7 +486,7 @@ def save_endlessly(kept, step):
 
 
 def test_whatever_the_moment_of_a_kill_there_is_a_snapshot(tmp_path):
-    """Fifty kills; a snapshot has three megabytes."""
+    """Fifty kills; a checkpoint has three megabytes."""
     draw, kept, steps, torn = random.Random(5), keeper(tmp_path, 450), [0], 0
     for _ in range(50):
         fork = multiprocessing.get_context("fork")
@@ -495,7 +495,7 @@ def test_whatever_the_moment_of_a_kill_there_is_a_snapshot(tmp_path):
         time.sleep(delay := draw.uniform(0, 0.05))
         child.kill()
         child.join()
-        found = [snapshots.read(path)["step"] for path in snapshots.paths(tmp_path)]
+        found = [checkpointer.read(path)["step"] for path in checkpointer.paths(tmp_path)]
         assert found[:1] >= steps[:1] or steps == [0], delay
         assert found[:2] == list(range(max(found, default=0), 0, -1))[: len(found[:2])], delay
         steps = found or [0]
@@ -511,19 +511,19 @@ def test_the_newest_two_are_kept(tmp_path):
     kept = keeper(tmp_path)
     for number, step in enumerate((1, 2, 3, 9, 10, 11, 100, 99999)):
         kept.save(step, torch.zeros(2, 4))
-        found = [step_of(path) for path in snapshots.paths(tmp_path)]
+        found = [step_of(path) for path in checkpointer.paths(tmp_path)]
         assert found[0] == step
         assert len(found) == min(number + 1, 2)
     kept.save(50, torch.zeros(2, 4))  # as after the later ones could not be read
-    assert [step_of(path) for path in snapshots.paths(tmp_path)] == [50]
-    assert snapshots.read(snapshots.paths(tmp_path)[0])["step"] == 50
-    assert kept.last() == f"the last snapshot is {tmp_path}/step-000000050.pt"
+    assert [step_of(path) for path in checkpointer.paths(tmp_path)] == [50]
+    assert checkpointer.read(checkpointer.paths(tmp_path)[0])["step"] == 50
+    assert kept.last() == f"the last checkpoint is {tmp_path}/step-000000050.pt"
 
 
 @pytest.mark.fault(
     stages="09",
-    what="a snapshot cannot be written, for the disk is full",
-    sees="`step ...: no snapshot written (...); the last snapshot is ...`; the training goes on",
+    what="a checkpoint cannot be written, for the disk is full",
+    sees="`step ...: no checkpoint written (...); the last checkpoint is ...`; the training goes on",
     seconds=60,
     lost="nothing, and what is there is whole (but with --out-dir on that disk the epoch's end fails)",
 )
@@ -535,10 +535,10 @@ def test_a_snapshot_that_cannot_be_written_ends_no_run(trained, copy_of_halfway,
     fault.assert_seen(done[0].stderr)
     written = (run.out / "last.pt").stat().st_size
     assert written < 400_000 < len(before["step-000000014.pt"])
-    lines = re.findall("^step (\\d+): no snapshot written \\(.+\\); (.*)$", done[0].stderr, re.M)
-    last = f"the last snapshot is {run.snapshots}/step-000000014.pt"
+    lines = re.findall("^step (\\d+): no checkpoint written \\(.+\\); (.*)$", done[0].stderr, re.M)
+    last = f"the last checkpoint is {run.checkpoints}/step-000000014.pt"
     assert lines == [(str(step), last) for step in (16, 20, 24, 25, 28, 32, 36, 40, 44, 48, 50)]
-    assert not any("no snapshot" in one.stderr for one in done[1:])
+    assert not any("no checkpoint" in one.stderr for one in done[1:])
     assert run.files() == before
     assert_same(run.out, trained(FIRST, several, *SHORT, how=train_in_forks))
 
@@ -567,7 +567,7 @@ def of_weights_in_the_old_format(path, good):
 
 
 def of_text(path, good):
-    path.write_text("not a snapshot")
+    path.write_text("not a checkpoint")
 
 
 def empty(path, good):
@@ -601,26 +601,26 @@ UNREADABLE = [
 
 @pytest.mark.parametrize("damage", UNREADABLE)
 def test_an_unreadable_snapshot_is_a_value_error(damage, halfway, tmp_path):
-    (tmp_path / "snapshots").mkdir()
-    path = tmp_path / "snapshots/step-000000099.pt"
-    damage(path, snapshots.paths(halfway.snapshots)[0])
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "checkpoints/step-000000099.pt"
+    damage(path, checkpointer.paths(halfway.checkpoints)[0])
     with pytest.raises(ValueError, match=re.escape(str(path))):
-        snapshots.read(path)
+        checkpointer.read(path)
     assert not (tmp_path / "was-run").exists()
 
 
 @pytest.mark.fault(
     stages="09",
-    what="a snapshot is damaged, or another file has its name",
-    sees="`step-...pt is damaged or no snapshot, and passed over`; it goes on from the one before",
+    what="a checkpoint is damaged, or another file has its name",
+    sees="`step-...pt is damaged or no checkpoint, and passed over`; it goes on from the one before",
     seconds=60,
     lost="the steps between the two, taken once more",
 )
 def test_unreadable_snapshots_are_passed_over(trained, copy_of_halfway, several, fault):
     """All kinds at once: the newest of the run itself is truncated, the others are newer still."""
     run = copy_of_halfway
-    newest, good = snapshots.paths(run.snapshots)
-    files = [newest, *(run.snapshots / f"step-{step:09}.pt" for step in range(20, 26))]
+    newest, good = checkpointer.paths(run.checkpoints)
+    files = [newest, *(run.checkpoints / f"step-{step:09}.pt" for step in range(20, 26))]
     for damage, path in zip(UNREADABLE, files, strict=True):
         damage(path, good)
     done = run.go(seconds=fault.seconds)
@@ -634,7 +634,7 @@ def test_unreadable_snapshots_are_passed_over(trained, copy_of_halfway, several,
     assert not (run.folder / "was-run").exists()
     assert_same(run.out, trained(FIRST, several, *SHORT, how=train_in_forks))
     assert_no_step_is_lost_or_doubled(run, 50)
-    assert [step_of(path) for path in snapshots.paths(run.snapshots)] == [50, 48]
+    assert [step_of(path) for path in checkpointer.paths(run.checkpoints)] == [50, 48]
 
 
 def assert_refused(run, done, *words):
@@ -651,19 +651,19 @@ def assert_refused(run, done, *words):
 
 @pytest.mark.fault(
     stages="09",
-    what="no snapshot in the folder can be read",
-    sees="`train.py: error: --checkpoint-dir: ... holds no snapshot that can be read`; exit code 2",
+    what="no checkpoint in the folder can be read",
+    sees="`train.py: error: --checkpoint-dir: ... holds no checkpoint that can be read`; exit code 2",
     seconds=60,
     lost="nothing is written or removed",
 )
 def test_if_none_can_be_read_no_run_begins(copy_of_halfway, fault):
     run = copy_of_halfway
-    newest, older = snapshots.paths(run.snapshots)
+    newest, older = checkpointer.paths(run.checkpoints)
     truncated(newest, older)
     of_text(older, None)
     before = run.files()
     done = run.go(seconds=fault.seconds)
-    assert_refused(run, done, str(run.snapshots))
+    assert_refused(run, done, str(run.checkpoints))
     fault.assert_seen(done[0].stderr)
     assert run.files() == before
 
@@ -682,7 +682,7 @@ ALIKE = ["--workers", "1", "--grad-accum-steps", "2", "--timeout", "100", "--che
 
 @pytest.mark.fault(
     stages="09",
-    what="the snapshots are of a run with another learning rate, batch, model, seed or "
+    what="the checkpoints are of a run with another learning rate, batch, model, seed or "
     "number of epochs",
     sees="`train.py: error: --checkpoint-dir: ... is of a run with --...; name another folder`; "
     "exit code 2",
@@ -708,7 +708,7 @@ def test_flags_that_decide_nothing_may_change(copy_of_halfway, several):
     assert went_on(done[0].stdout) == [14]
     assert [row["train"]["images"] for row in rows(run.out)] == [1500, 1500]
     assert_no_step_is_lost_or_doubled(run, 50)
-    assert [step_of(path) for path in snapshots.paths(run.snapshots)] == [50, 49]
+    assert [step_of(path) for path in checkpointer.paths(run.checkpoints)] == [50, 49]
 
 
 def test_a_finished_run_only_evaluates(trained, copy_of_halfway, several):
@@ -738,11 +738,11 @@ def steps(request, tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        names = {**dict.fromkeys(snapshots.DECISIVE), "device": torch.device("cpu"), "seed": 0}
+        names = {**dict.fromkeys(checkpointer.DECISIVE), "device": torch.device("cpu"), "seed": 0}
         names |= {"dtype": torch.float32, "grad_accum_steps": 1, "signals": [], "checkpoint_every": 4}
-        args = types.SimpleNamespace(**{**names, "snapshots": tmp_path, **others})
+        args = types.SimpleNamespace(**{**names, "checkpoints": tmp_path, **others})
         parts = (model, optimizer, scheduler, scaler)
-        args.snapshots = snapshots.Snapshots(args, None, *parts)
+        args.checkpoints = checkpointer.Checkpointer(args, None, *parts)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         batches = Batches([(torch.randn(6, 4), torch.arange(6) % 3) for _ in letters])
         for letter, (images, _) in zip(letters, batches, strict=True):
@@ -758,7 +758,7 @@ def steps(request, tmp_path):
 def test_a_gradient_with_a_nan_is_skipped(steps, capsys, tmp_path):
     assert steps("x") == (0, 0)
     assert capsys.readouterr().out == "step 1: skipped, gradient not finite, loss scale 1\n"
-    assert snapshots.read(snapshots.paths(tmp_path)[0])["step"] == 1  # it is not taken again
+    assert checkpointer.read(checkpointer.paths(tmp_path)[0])["step"] == 1  # it is not taken again
     moved, taken = steps("oxo")
     assert 0.001 < moved < math.inf and taken == 2
     assert "step 2: skipped" in capsys.readouterr().out
@@ -771,11 +771,11 @@ def test_four_in_a_row_are_no_reason_to_end(steps, capsys):
 
 
 def test_the_fifth_in_a_row_ends_the_run(steps, tmp_path):
-    words = f"step 7: 5 in a row skipped; the last snapshot is {tmp_path}/step-000000004.pt"
+    words = f"step 7: 5 in a row skipped; the last checkpoint is {tmp_path}/step-000000004.pt"
     with pytest.raises(FloatingPointError, match=re.escape(words) + "$"):
         steps("ooxxxxxo")
-    with pytest.raises(FloatingPointError, match="step 5: .*; there is no snapshot$"):
-        steps("xxxxx", snapshots=None)
+    with pytest.raises(FloatingPointError, match="step 5: .*; there is no checkpoint$"):
+        steps("xxxxx", checkpoints=None)
 
 
 def test_with_clipping_a_nan_is_skipped_too(steps, capsys):
@@ -823,7 +823,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     assert max_abs_diff(run.out / "0.pt", run.out / "1.pt") == 0
     assert max_abs_diff(run.out / "0.pt", run.out / "last.pt") == 0
     assert all(weights.isfinite().all() for weights in checkpoint.load(run.out / "1.pt").values())
-    state = snapshots.read(snapshots.paths(run.snapshots)[0])
+    state = checkpointer.read(checkpointer.paths(run.checkpoints)[0])
     assert (state["step"], state["scheduler"]["last_epoch"]) == (50, 47)
     seen = [(row["train"]["images"], math.isfinite(row["train"]["loss"])) for row in rows(run.out)]
     assert seen == [(1440, True), (1380, True)]  # a batch that was skipped is not counted
@@ -833,7 +833,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(two, device, tmp_path):
     stages="09",
     what="five steps in a row have a gradient that is not finite, on one rank or on all",
     sees="`step ...: skipped` of each step, then `FloatingPointError: step ...: 5 in a row "
-    "skipped; the last snapshot is ...`; exit code 1",
+    "skipped; the last checkpoint is ...`; exit code 1",
     seconds=60,
     lost="nothing; the weights are those before the first of the five",
 )
@@ -843,7 +843,7 @@ def test_five_bad_steps_in_a_row_end_all_ranks_and_are_counted_across_a_stop(
     root = with_bad_images(tmp_path / "copy", *range(6, 11))
     run = Run(tmp_path, device, *SHORT, "--checkpoint-every", "4", root=root)
     run.out.mkdir()
-    text = f"step 10: 5 in a row skipped; the last snapshot is {run.snapshots}"
+    text = f"step 10: 5 in a row skipped; the last checkpoint is {run.checkpoints}"
     done = run.go(seconds=fault.seconds)
     assert codes(done) == [1, 1]
     for one in done:

@@ -121,7 +121,7 @@ def training(tmp_path, device):
     what="a rank raises an error",
     sees="the traceback of that rank, ending in `RuntimeError: rank 1 fell`; exit code 1",
     seconds=30,
-    lost="the run; with stage 09 the steps since the last snapshot",
+    lost="the run; with stage 09 the steps since the last checkpoint",
 )
 @pytest.mark.parametrize("stage", LAUNCHERS)
 def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path, fault):
@@ -140,7 +140,7 @@ def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path, fault)
     what="a rank is killed, for want of memory for instance",
     sees="which rank it was, and `SIGKILL`; the others' connections break; exit code 1",
     seconds=30,
-    lost="the run; with stage 09 the steps since the last snapshot",
+    lost="the run; with stage 09 the steps since the last checkpoint",
 )
 @pytest.mark.parametrize("stage", LAUNCHERS)
 def test_a_rank_that_is_killed_takes_the_run_down(stage, training, fault):
@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_takes_the_run_down(stage, training, fault):
     sees="after the timeout a traceback of the others with `timed out`; torchrun gives the one"
     " that hangs another 30 s",
     seconds=60,
-    lost="the run; with stage 09 the steps since the last snapshot",
+    lost="the run; with stage 09 the steps since the last checkpoint",
 )
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path, fault):
     """Both launchers at once: most of the time goes by in waiting for torchrun's grace to end."""
@@ -173,7 +173,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path, faul
 
 def test_the_launches_are_torchrun_and_spawn_and_the_stage_that_notes_signals():
     assert LAUNCHERS == ["03_ddp_launch", "04_ddp_spawn"]
-    assert [*LAUNCHERS, "09_fault_tolerance"] == LAUNCHED
+    assert [*LAUNCHERS, "10_preemption"] == LAUNCHED
     for stage in ALL:  # otherwise a launcher that is killed leaves its processes
         assert "\n    attached.die_with_parent()" in "\n".join(sections(stage)["2. processes"])
 
@@ -183,7 +183,7 @@ def test_the_launches_are_torchrun_and_spawn_and_the_stage_that_notes_signals():
     what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot hand on",
     sees="no process and no port of the run is left; the exit code is not 0",
     seconds=60,
-    lost="the run; with stage 09 nothing after SIGTERM, else the steps since the last snapshot",
+    lost="the run; with stage 09 nothing after SIGTERM, else the steps since the last checkpoint",
 )
 @pytest.mark.parametrize("stage, stop", [
     *((stage, stop) for stage in LAUNCHERS for stop in (signal.SIGTERM, signal.SIGKILL)),

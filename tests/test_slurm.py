@@ -188,7 +188,7 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED and, in its log, `CANCELLED`; no process and no port is left",
     seconds=60,
-    lost="the run; with stage 09 nothing, it can go on from a snapshot",
+    lost="the run; with stage 09 nothing, it can go on from a checkpoint",
 )
 @pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
@@ -234,18 +234,18 @@ def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault)
     assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
 
 
-# One epoch of 600 steps, so a job that is stopped has no snapshot but the one it writes then.
+# One epoch of 600 steps, so a job that is stopped has no checkpoint but the one it writes then.
 LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
 NEVER = ("--checkpoint-every", "1000000", "--device", "cpu")
 
 
 def at(folder):
     """Say to `Cluster.submit` that the job is stage 09's, submitted from a folder."""
-    return {"cwd": folder, "stage": ROOT / "09_fault_tolerance"}
+    return {"cwd": folder, "stage": ROOT / "10_preemption"}
 
 
 def stopped_by_slurms_signal(cluster, job, cwd):
-    """Send the signal that a job gets before its time is over; return the step of its snapshot."""
+    """Send the signal that a job gets before its time is over; return the step of its checkpoint."""
     ranks = cluster.ranks(job)
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)
     assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", job.log.read_text()
@@ -254,8 +254,8 @@ def stopped_by_slurms_signal(cluster, job, cwd):
 
 
 def steps_of(job, cwd):
-    """Return the steps of the snapshots that a job has written."""
-    return [int(path.stem[5:]) for path in sorted(Path(cwd, f"snapshots-{job.number}").glob("*"))]
+    """Return the steps of the checkpoints that a job has written."""
+    return [int(path.stem[5:]) for path in sorted(Path(cwd, f"checkpoints-{job.number}").glob("*"))]
 
 
 @pytest.mark.fault(
@@ -268,7 +268,7 @@ def steps_of(job, cwd):
 )
 def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
     """Both happen to the same job, which is long enough; no bit of its weights knows of it."""
-    reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
+    reference = trained("10_preemption", 2, *LONG, how=train_in_forks)
     job = cluster.submit("job.sbatch", *LONG, *NEVER, "--out-dir", tmp_path / "out", **at(tmp_path))
     cluster.wait_for(job, "2 processes on gloo")
     ranks = cluster.ranks(job)
@@ -296,11 +296,11 @@ def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_
     sees="`failed (exitcode: -9)` in the job's log, then `goes on after step`; the job's "
     "state COMPLETED in the end",
     seconds=120,
-    lost="the steps since the last snapshot, taken once more",
+    lost="the steps since the last checkpoint, taken once more",
 )
 def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
     """Before that its time is nearly over, as above."""
-    reference = trained("09_fault_tolerance", 2, *LONG, how=train_in_forks)
+    reference = trained("10_preemption", 2, *LONG, how=train_in_forks)
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
     job = cluster.submit("job_torchrun.sbatch", *flags, **at(tmp_path))
     cluster.wait_for(job, "2 processes on gloo")
@@ -319,7 +319,7 @@ def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_
 
 
 def test_a_job_that_gets_no_further_is_not_queued_again(cluster, tmp_path):
-    job = cluster.submit("job.sbatch", cwd=tmp_path, stage=ROOT / "09_fault_tolerance")
+    job = cluster.submit("job.sbatch", cwd=tmp_path, stage=ROOT / "10_preemption")
     cluster.wait(job, "RUNNING")
     time.sleep(1)  # its processes are importing torch
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)

@@ -26,7 +26,7 @@ WANTS = {
     "not faster": "brings little.*#why-it-is-not-faster",
     "no_sync": "no_sync.*#no_sync-around-backward-only",
     "order of mixed precision's calls": "in which order.*05_amp.ipynb#4-one-training-epoch",
-    "resuming exactly": "resumed run.*#what-the-usual-snapshot-forgets",
+    "resuming exactly": "resumed run.*#what-the-usual-checkpoint-forgets",
     "uneven inputs": "uneven inputs.*#one-batch-more-than-the-others",
     "collectives under rank 0": "if rank == 0.*#a-collective-under-if-rank--0",
     "the prefix module.": "module.0.weight.*#weights-that-nothing-else-can-load-module",

@@ -17,7 +17,7 @@ itself most of this takes a few. `python -m tools.fault_table` writes this page 
 of the tests.
 
 What is lost is training. With `--out-dir` the stages write weights and figures after each epoch: enough
-to use a network, and not enough to go on with its training. Stage 09 goes on from its last snapshot
+to use a network, and not enough to go on with its training. Stage 09 goes on from its last checkpoint
 (`--checkpoint-dir`), of which there is one per epoch, and one every `--checkpoint-every` steps.
 
 | stages | what happens | what you see | within | what is lost | test |

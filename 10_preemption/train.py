@@ -1,8 +1,8 @@
-"""[09] Survive being killed: go on from the last snapshot, to the same weights bit for bit.
+"""[09] Survive being killed: go on from the last checkpoint, to the same weights bit for bit.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
-09_fault_tolerance/train.py --checkpoint-dir snapshots  # without the variable half of the restarts fail
-torchrun --standalone --nproc-per-node=2 09_fault_tolerance/train.py
+10_preemption/train.py --checkpoint-dir checkpoints  # without the variable half of the restarts fail
+torchrun --standalone --nproc-per-node=2 10_preemption/train.py
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from common import data
 from common import flags
 from common import meters
 from common import lr_schedule
-from common import snapshots
+from common import checkpointer
 from common.model import make_model
 
 import torch
@@ -64,7 +64,7 @@ def setup(args):
     rank, world_size, local_rank = flags.place(args, *names)
     if args.grad_accum_steps * world_size > args.batch_size:  # [08] a part needs an image at least
         flags.stop(f"--grad-accum-steps {args.grad_accum_steps}: a process has fewer images of a batch")
-    args.signals = snapshots.watch(args, "SIGTERM", "SIGUSR1")  # [09] heeded between two steps
+    args.signals = checkpointer.watch(args, "SIGTERM", "SIGUSR1")  # [09] heeded between two steps
     attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
     device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
     if device.type == "cuda":
@@ -137,7 +137,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     model.train()
     meter = meters.Meter(args.device)
     part = slice(dist.get_rank(), None, dist.get_world_size())  # [09] of the processes of that time
-    done = args.snapshots.take_up(epoch, len(loader), meter, part)
+    done = args.checkpoints.take_up(epoch, len(loader), meter, part)
     loader.dataset.epoch = epoch  # other crops and flips in every epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(data.skip_first_batches(loader, done), f"epoch {epoch}", meter, show=is_main_process())
@@ -147,7 +147,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         outputs = accumulate(args, step, model, batch, scaler)  # [08] part by part
         scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        args.snapshots.judge(step, norm, scaler.get_scale(), model)  # [09] ends the run after five
+        args.checkpoints.judge(step, norm, scaler.get_scale(), model)  # [09] ends the run after five
         if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
             scaler.step(optimizer)
             scheduler.step()
@@ -161,7 +161,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         if told or step % args.checkpoint_every == 0 or step % len(loader) == 0:
             sums = meter.sums.new_empty(dist.get_world_size(), 4)
             dist.all_gather(list(sums), meter.sums)  # [09] into the rows
-            args.snapshots.save(step, sums, is_main_process())
+            args.checkpoints.save(step, sums, is_main_process())
         if told:
             args.signals.append(int(told))
             dist.barrier()  # [09] otherwise the launcher kills who still writes
@@ -221,11 +221,11 @@ def run(args):
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
     wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
-    snapshots.rehearse(args, wrapped, train_loader)  # [09] DDP's buckets depend on the first step
-    found = [snapshots.newest(args) if is_main_process() else None]
+    checkpointer.rehearse(args, wrapped, train_loader)  # [09] DDP's buckets depend on the first step
+    found = [checkpointer.newest(args) if is_main_process() else None]
     dist.broadcast_object_list(found)  # [09] rank 0 decides, so that all go on from the same step
-    args.snapshots = snapshots.Snapshots(args, *found, model, optimizer, scheduler, scaler)
-    for epoch in range(args.snapshots.epoch(len(train_loader)), args.epochs + 1):
+    args.checkpoints = checkpointer.Checkpointer(args, *found, model, optimizer, scheduler, scaler)
+    for epoch in range(args.checkpoints.epoch(len(train_loader)), args.epochs + 1):
         train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
         if train is None:  # [09]
             return

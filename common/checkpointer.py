@@ -1,4 +1,4 @@
-"""Snapshots: all that the rest of a run depends on, in files that are whole or not there."""
+"""Checkpoints: all that the rest of a run depends on, in files that are whole or not there."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from common import checkpoint
 from common.flags import stop
 
-# The flags that decide what the weights become. A run goes on from snapshots of the same ones only.
+# The flags that decide what the weights become. A run goes on from checkpoints of the same ones only.
 DECISIVE = (
     "data", "image_size", "images", "arch", "pretrained", "epochs", "batch_size", "lr",
     "weight_decay", "seed", "dtype", "amp", "clip_grad", "sync_bn",
@@ -47,12 +47,12 @@ def decisive(args):
 
 
 def paths(folder):
-    """Return the paths of the snapshots in `folder`, the newest first."""
+    """Return the paths of the checkpoints in `folder`, the newest first."""
     return sorted(Path(folder).glob("step-*.pt"), reverse=True)
 
 
 def read(path):
-    """Return what a snapshot holds. Raises ValueError if it is damaged, or some other file."""
+    """Return what a checkpoint holds. Raises ValueError if it is damaged, or some other file."""
     try:
         with zipfile.ZipFile(path) as file:
             whole = file.testzip() is None  # torch.load takes a changed byte as it is
@@ -63,23 +63,23 @@ def read(path):
         not isinstance(state, dict)
         or not {"flags", "step", "skipped", "sums", *PARTS} <= state.keys()
     ):
-        raise ValueError(f"{path} is damaged, or no snapshot")
+        raise ValueError(f"{path} is damaged, or no checkpoint")
     return state
 
 
 def newest(args):
-    """Return the newest snapshot in --checkpoint-dir, its tensors on the CPU; None where there is none.
+    """Return the newest checkpoint in --checkpoint-dir, its tensors on the CPU; None where there is none.
 
     One that cannot be read is passed over, with a line on standard error. If that is true of all
     of them, or if they are those of a run with other flags, return what is wrong, as text.
     """
-    found = paths(args.snapshots) if args.snapshots else []
+    found = paths(args.checkpoints) if args.checkpoints else []
     for path in found:
         try:
             state = read(path)
         except ValueError as error:
             why = " ".join(str(error.__cause__ or error).split())
-            sys.stderr.write(f"{path} is damaged or no snapshot, and passed over ({why})\n")
+            sys.stderr.write(f"{path} is damaged or no checkpoint, and passed over ({why})\n")
             continue
         for flag, value in decisive(args).items():
             if value != state["flags"].get(flag):
@@ -87,10 +87,10 @@ def newest(args):
                 return f"{path} is of a run with {flag} {was}, not {value}; name another folder"
         print(f"goes on after step {state['step']}", flush=True)
         return state
-    return f"{args.snapshots} holds no snapshot that can be read; name another" if found else None
+    return f"{args.checkpoints} holds no checkpoint that can be read; name another" if found else None
 
 
-class Snapshots:
+class Checkpointer:
     """Where a run goes on, and where it keeps what it needs to go on another time.
 
     step: how many steps were taken before, 0 where a run begins; sums: float64 [processes, 4], what
@@ -104,7 +104,7 @@ class Snapshots:
         """
         if isinstance(state, str):
             stop(f"--checkpoint-dir: {state}")
-        self.folder = args.snapshots
+        self.folder = args.checkpoints
         self.flags = decisive(args)
         self.parts = dict(zip(PARTS, parts, strict=True))
         self.step = state["step"] if state else 0
@@ -147,7 +147,7 @@ class Snapshots:
             raise FloatingPointError(f"step {step}: 5 in a row skipped; {self.last()}")
 
     def save(self, step, sums, write=True):
-        """Write the snapshot of a step, and keep the one before; nothing without --checkpoint-dir.
+        """Write the checkpoint of a step, and keep the one before; nothing without --checkpoint-dir.
 
         write: whether this process is the one that does. If it cannot be written, what is there
         stays as it is, and a line on standard error says so.
@@ -167,9 +167,9 @@ class Snapshots:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            sys.stderr.write(f"step {step}: no snapshot written ({reason}); {self.last()}\n")
+            sys.stderr.write(f"step {step}: no checkpoint written ({reason}); {self.last()}\n")
 
     def last(self):
-        """Say which snapshot is the newest."""
+        """Say which checkpoint is the newest."""
         found = paths(self.folder) if self.folder else []
-        return f"the last snapshot is {found[0]}" if found else "there is no snapshot"
+        return f"the last checkpoint is {found[0]}" if found else "there is no checkpoint"
