@@ -6,33 +6,37 @@ python 01_single_gpu/train.py
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import lr_schedule
-from common.model import make_model
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import RandomSampler
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ---- 1. flags ----------------------------------------------------------------------------------
+from common import checkpoint
+from common import data
+from common import launch
+from common import meters
+from common.args import ArgumentParser
+from common.loader import loader_options
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+from common.model import make_model
+
+
+# ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
-    """Return the flags, checked: those of common/flags.py and the stage's own."""
-    parser = flags.Flags(__doc__)
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = ArgumentParser(__doc__)
     args = parser.parse_args()
     return args
 
 
-# ---- 2. processes ------------------------------------------------------------------------------
+# ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    device = flags.nth_device(args, 0)
+    local_rank = 0
+    device = launch.get_device(args, local_rank)
     return device
 
 
@@ -47,30 +51,33 @@ def log(text):
         print(text, flush=True)
 
 
-# ---- 3. data -----------------------------------------------------------------------------------
+# ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     train_set, val_set = data.load_data(args)
-    batch_size = args.batch_size
+    local_batch_size = args.batch_size
+    options = loader_options(args)
     train_loader = DataLoader(
         train_set,
-        batch_size=batch_size,
+        batch_size=local_batch_size,
         sampler=RandomSampler(train_set, generator=torch.Generator()),
-        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
-        **data.loader_options(args),
+        drop_last=True,  # otherwise an image of a short last batch weighs more
+        **options,
     )
-    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)
     return train_loader, val_loader
 
 
-# ---- 4. one training epoch ---------------------------------------------------------------------
+# ---- 4. one training epoch -----------------------------------------------------------
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
-    """Take one optimizer step per global batch; return the epoch's averages."""
+    """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    loader.dataset.epoch = epoch  # other crops and flips in every epoch
-    loader.sampler.generator.manual_seed(args.seed + epoch)  # another order in every epoch
-    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process()):
+    # Otherwise every epoch has the same crops and flips, and the same order.
+    loader.dataset.epoch = epoch
+    loader.sampler.generator.manual_seed(args.seed + epoch)
+    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
@@ -83,45 +90,54 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     return meter.compute()
 
 
-# ---- 5. evaluation -----------------------------------------------------------------------------
+# ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(args, model, loader):
-    """Return the averages over the whole validation set."""
+    """Return the metrics over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
-        meter.update(nn.functional.cross_entropy(output, target), output, target)
+        loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
     return meter.compute()
 
 
-# ---- 6. the run --------------------------------------------------------------------------------
+# ---- 6. the run ----------------------------------------------------------------------
 def run(args):
-    """Train and evaluate for --epochs, or only evaluate."""
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+        model.parameters(),
+        args.lr,
+        momentum=0.9,
+        weight_decay=args.weight_decay,
+        nesterov=True,
     )
-    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+    return 0
 
 
 def main():
     args = parse_args()
     args.device = setup(args)
-    run(args)
+    exit_code = run(args)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -4,57 +4,70 @@ torchrun --standalone --nproc-per-node=2 03_ddp_launch/train.py
 """
 
 import gc
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import attached
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import lr_schedule
-from common.model import make_model
+# [03] noted before the slow imports, during which the launcher may die
+PARENT_PID = os.getppid()
 
 import torch
-from torch import distributed as dist
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ---- 1. flags ----------------------------------------------------------------------------------
+from common import checkpoint
+from common import data
+from common import launch
+from common import meters
+from common.args import ArgumentParser
+from common.loader import loader_options
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+from common.model import make_model
+
+
+# ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
-    """Return the flags, checked: those of common/flags.py and the stage's own."""
-    parser = flags.Flags(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = ArgumentParser(__doc__)
+    parser.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
+    )
     args = parser.parse_args()
+    # [03] otherwise DDP raises a ValueError that does not name the flag
     if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
+        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
     return args
 
 
-# ---- 2. processes ------------------------------------------------------------------------------
-@flags.explain("MASTER_ADDR, MASTER_PORT", ValueError, dist.DistNetworkError)  # [03] port in use
+# ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    *_, local_rank = flags.place(args, "RANK", "WORLD_SIZE", "LOCAL_RANK")  # [03] set by torchrun
-    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
-    device = flags.nth_device(args, local_rank)  # [03] not RANK, which counts over all machines
+    launch.check_environment(args)
+    # [03] otherwise a launcher that is killed leaves its processes training
+    launch.die_with_parent(PARENT_PID)
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args, local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=args.timeout,  # [03] a process that hangs is noticed after that
-        device_id=device if device.type == "cuda" else None,
-    )
+        # [03] otherwise every process also takes memory on GPU 0
+        torch.cuda.set_device(device)
+    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+            device_id=device if device.type == "cuda" else None,
+        )
     return device
 
 
 def is_main_process():
     """Whether this process is the one that prints and writes."""
-    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
 def log(text):
@@ -63,7 +76,7 @@ def log(text):
         print(text, flush=True)
 
 
-# ---- 3. data -----------------------------------------------------------------------------------
+# ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
@@ -71,26 +84,31 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main_process():
         dist.barrier()
-    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
+    # [03] otherwise the global batch grows with the number of processes
+    local_batch_size = args.batch_size // dist.get_world_size()
+    options = loader_options(args)
     train_loader = DataLoader(
         train_set,
-        batch_size=batch_size,
-        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
-        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
-        **data.loader_options(args),
+        batch_size=local_batch_size,
+        # [03] otherwise every process trains on all the images
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,  # otherwise an image of a short last batch weighs more
+        **options,
     )
-    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)
     return train_loader, val_loader
 
 
-# ---- 4. one training epoch ---------------------------------------------------------------------
+# ---- 4. one training epoch -----------------------------------------------------------
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
-    """Take one optimizer step per global batch; return the epoch's averages."""
+    """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    # Otherwise every epoch has the same crops and flips, and the same order.
+    loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process()):
+    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
@@ -100,54 +118,69 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
         optimizer.step()
         scheduler.step()
         meter.update(loss, output, target)
-    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
+    # [03] otherwise the metrics are those of rank 0's images alone
+    dist.all_reduce(meter.sums)
     return meter.compute()
 
 
-# ---- 5. evaluation -----------------------------------------------------------------------------
+# ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(args, model, loader):
-    """Return the averages over the whole validation set."""
+    """Return the metrics over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
-        meter.update(nn.functional.cross_entropy(output, target), output, target)
+        loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
     return meter.compute()
 
 
-# ---- 6. the run --------------------------------------------------------------------------------
+# ---- 6. the run ----------------------------------------------------------------------
 def run(args):
-    """Train and evaluate for --epochs, or only evaluate."""
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+        model.parameters(),
+        args.lr,
+        momentum=0.9,
+        weight_decay=args.weight_decay,
+        nesterov=True,
     )
-    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
-    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
-    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # [03] averages the gradients during backward; `model` is what is saved
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     for epoch in range(1, args.epochs + 1):
-        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
+        train = train_one_epoch(
+            args, epoch, wrapped, train_loader, optimizer, scheduler
+        )
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+    return 0
 
 
 def main():
     args = parse_args()
     args.device = setup(args)
-    run(args)
-    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    exit_code = run(args)
+    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    gc.collect()
     dist.destroy_process_group()
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""[04] Train with one process per device, started by the script itself: torch.multiprocessing.
+"""[04] Train with one process per device, started by the script: torch.multiprocessing.
 
 python 04_ddp_spawn/train.py --nproc=2
 """
@@ -10,52 +10,67 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import attached
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import lr_schedule
-from common.model import make_model
+# [03] noted before the slow imports, during which the launcher may die
+PARENT_PID = os.getppid()
 
 import torch
-from torch import distributed as dist
-from torch import multiprocessing as mp
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ---- 1. flags ----------------------------------------------------------------------------------
+from common import checkpoint
+from common import data
+from common import launch
+from common import meters
+from common.args import ArgumentParser
+from common.args import positive_int
+from common.loader import loader_options
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+from common.model import make_model
+
+
+# ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
-    """Return the flags, checked: those of common/flags.py and the stage's own."""
-    parser = flags.Flags(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
-    parser.add_argument("--nproc", type=flags.number(int, least=1), help="processes")  # [04]
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = ArgumentParser(__doc__)
+    parser.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
+    )
+    parser.add_argument("--nproc", type=positive_int, help="number of processes")
     args = parser.parse_args()
+    # [03] otherwise DDP raises a ValueError that does not name the flag
     if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
-    args.nproc = args.nproc or (torch.cuda.device_count() if args.device.type == "cuda" else 2)
-    flags.share(args, args.nproc)  # [04] found here, a fault is reported once, not by every rank
-    flags.nth_device(args, args.nproc - 1)
+        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
+    if args.nproc is None:
+        args.nproc = torch.cuda.device_count() if args.device.type == "cuda" else 2
+    # [04] checked here, in the parent, an error is reported once and not by every rank
+    launch.check_batch_size(args, args.nproc)
+    launch.get_device(args, args.nproc - 1)
     return args
 
 
-# ---- 2. processes ------------------------------------------------------------------------------
+# ---- 2. processes --------------------------------------------------------------------
 def setup(args, rank, folder):
     """Prepare this process and return its device."""
-    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
-    device = flags.nth_device(args, rank)  # [04] one machine: the rank is also the local rank
+    # [03] otherwise a launcher that is killed leaves its processes training
+    launch.die_with_parent(PARENT_PID)
+    local_rank = rank  # [04] all processes are on this machine
+    device = launch.get_device(args, local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
+        # [03] otherwise every process also takes memory on GPU 0
+        torch.cuda.set_device(device)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",  # [04] a new file: no port that can be taken
+        # [04] the processes meet in a new file: there is no port that can be taken
+        init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=args.nproc,
-        timeout=args.timeout,  # [03] a process that hangs is noticed after that
+        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
         device_id=device if device.type == "cuda" else None,
     )
     return device
@@ -63,7 +78,7 @@ def setup(args, rank, folder):
 
 def is_main_process():
     """Whether this process is the one that prints and writes."""
-    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
 def log(text):
@@ -72,7 +87,7 @@ def log(text):
         print(text, flush=True)
 
 
-# ---- 3. data -----------------------------------------------------------------------------------
+# ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
@@ -80,26 +95,31 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main_process():
         dist.barrier()
-    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
+    # [03] otherwise the global batch grows with the number of processes
+    local_batch_size = args.batch_size // dist.get_world_size()
+    options = loader_options(args)
     train_loader = DataLoader(
         train_set,
-        batch_size=batch_size,
-        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
-        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
-        **data.loader_options(args),
+        batch_size=local_batch_size,
+        # [03] otherwise every process trains on all the images
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,  # otherwise an image of a short last batch weighs more
+        **options,
     )
-    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)
     return train_loader, val_loader
 
 
-# ---- 4. one training epoch ---------------------------------------------------------------------
+# ---- 4. one training epoch -----------------------------------------------------------
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
-    """Take one optimizer step per global batch; return the epoch's averages."""
+    """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    # Otherwise every epoch has the same crops and flips, and the same order.
+    loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    for images, target in meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process()):
+    batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
@@ -109,70 +129,91 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
         optimizer.step()
         scheduler.step()
         meter.update(loss, output, target)
-    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
+    # [03] otherwise the metrics are those of rank 0's images alone
+    dist.all_reduce(meter.sums)
     return meter.compute()
 
 
-# ---- 5. evaluation -----------------------------------------------------------------------------
+# ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(args, model, loader):
-    """Return the averages over the whole validation set."""
+    """Return the metrics over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
         output = model(images)
-        meter.update(nn.functional.cross_entropy(output, target), output, target)
+        loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
     return meter.compute()
 
 
-# ---- 6. the run --------------------------------------------------------------------------------
+# ---- 6. the run ----------------------------------------------------------------------
 def run(args):
-    """Train and evaluate for --epochs, or only evaluate."""
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+        model.parameters(),
+        args.lr,
+        momentum=0.9,
+        weight_decay=args.weight_decay,
+        nesterov=True,
     )
-    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
-    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
-    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # [03] averages the gradients during backward; `model` is what is saved
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     for epoch in range(1, args.epochs + 1):
-        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler)
+        train = train_one_epoch(
+            args, epoch, wrapped, train_loader, optimizer, scheduler
+        )
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+    return 0
 
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # [04] end as Ctrl-C does, tidily
+    # [04] otherwise SIGTERM ends this process without the cleanup below
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # [04] otherwise every process starts one thread per core
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
     with TemporaryDirectory() as folder:
         context = mp.spawn(worker, (args, folder), args.nproc, join=False)
         try:
-            while not context.join():  # [04] raises what a process raised, with its traceback
+            # [04] raises what a process raised, with its traceback
+            while not context.join():
                 pass
-        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            sys.exit(2 if getattr(error, "exit_code", 1) == 2 else str(error))
+        except mp.ProcessExitedException as error:
+            # [04] exit code 2: a flag is wrong, and that process has said which
+            sys.exit(2 if error.exit_code == 2 else str(error))
+        except mp.ProcessRaisedException as error:
+            sys.exit(str(error))
         finally:
             for process in context.processes:
-                process.kill()  # [04] otherwise Ctrl-C waits for them for ever
+                process.kill()  # [04] otherwise Ctrl-C waits for them forever
 
 
 def worker(rank, args, folder):
-    """Be one of the processes."""
-    args.device = setup(args, rank, folder)  # [04] the rank is given, no variable is read
-    run(args)
-    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    """Entry point of a spawned process."""
+    args.device = setup(args, rank, folder)
+    exit_code = run(args)
+    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    gc.collect()
     dist.destroy_process_group()
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -10,65 +10,81 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import attached
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import lr_schedule
-from common.model import make_model
+# [03] noted before the slow imports, during which the launcher may die
+PARENT_PID = os.getppid()
 
 import torch
-from torch import distributed as dist
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ---- 1. flags ----------------------------------------------------------------------------------
+from common import checkpoint
+from common import data
+from common import launch
+from common import meters
+from common.args import ArgumentParser
+from common.args import positive_float
+from common.loader import loader_options
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+from common.model import make_model
+
+
+# ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
-    """Return the flags, checked: those of common/flags.py and the stage's own."""
-    parser = flags.Flags(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
-    amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
-    parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = ArgumentParser(__doc__)
+    parser.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
+    )
+    parser.add_argument(
+        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
+    )
+    parser.add_argument(
+        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+    )
     args = parser.parse_args()
-    args.amp = amp[args.amp]
-    if args.amp and args.dtype != torch.float32:
-        parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
+    # [03] otherwise DDP raises a ValueError that does not name the flag
     if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
+        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
+    # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
+    if args.amp != "off" and args.dtype != torch.float32:
+        parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
     return args
 
 
-# ---- 2. processes ------------------------------------------------------------------------------
-@flags.explain("MASTER_ADDR, MASTER_PORT", ValueError, dist.DistNetworkError)  # [06] port in use
+# ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]  # set by torchrun, also where Slurm started it
-    if "RANK" not in os.environ and "SLURM_JOB_ID" in os.environ:
-        names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]  # [06] set by srun
-    rank, world_size, local_rank = flags.place(args, *names)
-    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
-    device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
+    # [06] srun sets the variables of torchrun under names of its own
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    launch.check_environment(args)
+    # [03] otherwise a launcher that is killed leaves its processes training
+    launch.die_with_parent(PARENT_PID)
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args, local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=args.timeout,  # [03] a process that hangs is noticed after that
-        device_id=device if device.type == "cuda" else None,
-    )
+        # [03] otherwise every process also takes memory on GPU 0
+        torch.cuda.set_device(device)
+    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+            device_id=device if device.type == "cuda" else None,
+        )
     return device
 
 
 def is_main_process():
     """Whether this process is the one that prints and writes."""
-    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
 def log(text):
@@ -77,7 +93,7 @@ def log(text):
         print(text, flush=True)
 
 
-# ---- 3. data -----------------------------------------------------------------------------------
+# ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
@@ -85,95 +101,132 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main_process():
         dist.barrier()
-    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
+    # [03] otherwise the global batch grows with the number of processes
+    local_batch_size = args.batch_size // dist.get_world_size()
+    options = loader_options(args)
     train_loader = DataLoader(
         train_set,
-        batch_size=batch_size,
-        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
-        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
-        **data.loader_options(args),
+        batch_size=local_batch_size,
+        # [03] otherwise every process trains on all the images
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,  # otherwise an image of a short last batch weighs more
+        **options,
     )
-    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)
     return train_loader, val_loader
 
 
-# ---- 4. one training epoch ---------------------------------------------------------------------
+# ---- 4. one training epoch -----------------------------------------------------------
+def autocast(args):
+    """Return the context of a forward pass in the precision that --amp asks for."""
+    # [05] convolutions and matrix products in low precision, sums and losses in float32
+    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
+
+
+def skip_step(step, loss, scaler):
+    """Report a skipped step, or end the run if a smaller loss scale cannot help."""
+    # [05] the scaler halves its scale after each such step; without fp16 it is always 1
+    if not loss.isfinite() or scaler.get_scale() <= 1:
+        where = f"rank {dist.get_rank()}, step {step}"
+        raise FloatingPointError(f"{where}: gradient not finite, loss {loss}")
+    log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+
+
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
-    """Take one optimizer step per global batch; return the epoch's averages."""
+    """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    # Otherwise every epoch has the same crops and flips, and the same order.
+    loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
     for step, (images, target) in enumerate(batches, (epoch - 1) * len(loader) + 1):
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+        with autocast(args):
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
-        if not loss.isfinite():  # [05] otherwise it spoils every weight, on every rank
-            raise FloatingPointError(f"rank {dist.get_rank()}, step {step}: loss {loss}")
         optimizer.zero_grad()
-        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
-        scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
+        # [05] otherwise small gradients become zero in fp16
+        scaler.scale(loss).backward()
+        # [05] otherwise clipping sees the scaled gradients
+        scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
+        # [05] the same on every rank, since the gradients have been averaged
+        if norm.isfinite():
             scaler.step(optimizer)
             scheduler.step()
         else:
-            log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+            skip_step(step, loss, scaler)
         scaler.update()
         meter.update(loss, output, target)
-    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
+    # [03] otherwise the metrics are those of rank 0's images alone
+    dist.all_reduce(meter.sums)
     return meter.compute()
 
 
-# ---- 5. evaluation -----------------------------------------------------------------------------
+# ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(args, model, loader):
-    """Return the averages over the whole validation set."""
+    """Return the metrics over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+        with autocast(args):
             output = model(images)
-            meter.update(nn.functional.cross_entropy(output, target), output, target)
+            loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
     return meter.compute()
 
 
-# ---- 6. the run --------------------------------------------------------------------------------
+# ---- 6. the run ----------------------------------------------------------------------
 def run(args):
-    """Train and evaluate for --epochs, or only evaluate."""
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+        model.parameters(),
+        args.lr,
+        momentum=0.9,
+        weight_decay=args.weight_decay,
+        nesterov=True,
     )
-    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp is torch.float16)  # [05]
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
-    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
-    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
+    # [05] only fp16 needs it: the other formats have the range of float32
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # [03] averages the gradients during backward; `model` is what is saved
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     for epoch in range(1, args.epochs + 1):
-        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
+        train = train_one_epoch(
+            args, epoch, wrapped, train_loader, optimizer, scheduler, scaler
+        )
         val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+    return 0
 
 
 def main():
     args = parse_args()
-    args.device = setup(args)  # [06] the cluster has started all the processes
-    run(args)
-    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    args.device = setup(args)
+    exit_code = run(args)
+    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    gc.collect()
     dist.destroy_process_group()
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

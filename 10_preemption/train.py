@@ -1,7 +1,6 @@
-"""[09] Survive being killed: go on from the last checkpoint, to the same weights bit for bit.
+"""[10] Stop in time at a signal: all ranks after the same step, with a checkpoint.
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
-10_preemption/train.py --checkpoint-dir checkpoints  # without the variable half of the restarts fail
+sbatch 10_preemption/job.sbatch
 torchrun --standalone --nproc-per-node=2 10_preemption/train.py
 """
 
@@ -10,78 +9,124 @@ import gc
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import attached
-from common import checkpoint
-from common import data
-from common import flags
-from common import meters
-from common import lr_schedule
-from common import checkpointer
-from common.model import make_model
+# [03] noted before the slow imports, during which the launcher may die
+PARENT_PID = os.getppid()
 
 import torch
-from torch import distributed as dist
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 from torch.utils.data import Subset
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ---- 1. flags ----------------------------------------------------------------------------------
+from common import checkpoint
+from common import data
+from common import launch
+from common import meters
+from common.args import ArgumentParser
+from common.args import fail
+from common.args import positive_float
+from common.args import positive_int
+from common.args import writable_dir
+from common.args import writable_file
+from common.checkpointer import Checkpointer
+from common.loader import ignore_launcher_sigterm
+from common.loader import loader_options
+from common.loader import skip_first_batches
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+from common.model import make_model
+
+
+# ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
-    """Return the flags, checked: those of common/flags.py and the stage's own."""
-    parser = flags.Flags(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="SyncBatchNorm (GPUs)")  # [03]
-    amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    parser.add_argument("--amp", choices=amp, default="off", help="mixed precision")  # [05]
-    parser.add_argument("--clip-grad", type=flags.number(float, above=0), help="max norm")  # [05]
-    parser.add_argument("--grad-accum-steps", type=flags.number(int, 1), default=1, help="parts")  # [08]
-    parser.add_argument("--checkpoint-dir", type=flags.new_folder, help="write, and go on here")  # [09]
-    parser.add_argument("--checkpoint-every", type=flags.number(int, 1), default=100, help="steps")
-    parser.add_argument("--save-logits", type=flags.new_file, help="write the logits here")  # [07]
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = ArgumentParser(__doc__)
+    parser.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
+    )
+    parser.add_argument(
+        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
+    )
+    parser.add_argument(
+        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+    )
+    parser.add_argument(
+        "--grad-accum-steps",
+        type=positive_int,
+        default=1,
+        help="micro-batches that each process splits its part of the batch into",
+    )
+    parser.add_argument(
+        "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive_int,
+        default=100,
+        help="steps between checkpoints; there is also one after every epoch",
+    )
+    parser.add_argument(
+        "--checkpoint-minutes",
+        type=positive_float,
+        default=math.inf,
+        help="also save once the latest checkpoint is this many minutes old",
+    )
+    parser.add_argument(
+        "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
+    )
+    parser.add_argument(
+        "--save-logits",
+        type=writable_file,
+        help="write the logits of the validation set to this file, in the set's order",
+    )
     args = parser.parse_args()
-    args.amp = amp[args.amp]
-    if args.save_logits and args.save_logits == args.evaluate:
-        parser.error("--save-logits: this is the file of --evaluate; name another")  # [07]
-    if args.amp and args.dtype != torch.float32:
-        parser.error("--amp: autocast leaves --dtype float64 as it is; give one of the two")
+    # [03] otherwise DDP raises a ValueError that does not name the flag
     if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch has SyncBatchNorm for GPUs only")
+        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
+    # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
+    if args.amp != "off" and args.dtype != torch.float32:
+        parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
+    # [07] otherwise the logits overwrite the weights
+    if args.save_logits and args.save_logits == args.evaluate:
+        parser.error("--save-logits: this is the file of --evaluate; name another")
     return args
 
 
-# ---- 2. processes ------------------------------------------------------------------------------
-@flags.explain("MASTER_ADDR, MASTER_PORT", ValueError, dist.DistNetworkError)  # [06] port in use
+# ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]  # set by torchrun, also where Slurm started it
-    if "RANK" not in os.environ and "SLURM_JOB_ID" in os.environ:
-        names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]  # [06] set by srun
-    rank, world_size, local_rank = flags.place(args, *names)
-    if args.grad_accum_steps * world_size > args.batch_size:  # [08] a part needs an image at least
-        flags.stop(f"--grad-accum-steps {args.grad_accum_steps}: a process has fewer images of a batch")
-    args.signals = checkpointer.watch(args, "SIGTERM", "SIGUSR1")  # [09] heeded between two steps
-    attached.die_with_parent()  # [03] otherwise a killed launcher leaves its processes training
-    device = flags.nth_device(args, local_rank)  # [06] not the rank, which counts all nodes
+    # [06] srun sets the variables of torchrun under names of its own
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    launch.check_environment(args)
+    # [03] otherwise a launcher that is killed leaves its processes training
+    launch.die_with_parent(PARENT_PID)
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args, local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # [03] otherwise every process also takes memory of GPU 0
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=args.timeout,  # [03] a process that hangs is noticed after that
-        device_id=device if device.type == "cuda" else None,
-    )
+        # [03] otherwise every process also takes memory on GPU 0
+        torch.cuda.set_device(device)
+    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+            device_id=device if device.type == "cuda" else None,
+        )
     return device
 
 
 def is_main_process():
     """Whether this process is the one that prints and writes."""
-    return dist.get_rank() == 0  # [03] otherwise every process prints and writes the same
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
 def log(text):
@@ -90,7 +135,7 @@ def log(text):
         print(text, flush=True)
 
 
-# ---- 3. data -----------------------------------------------------------------------------------
+# ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
@@ -98,105 +143,172 @@ def make_loaders(args):
     train_set, val_set = data.load_data(args)
     if is_main_process():
         dist.barrier()
-    batch_size = args.batch_size // dist.get_world_size()  # [03] the process's share
+    # [03] otherwise the global batch grows with the number of processes
+    local_batch_size = args.batch_size // dist.get_world_size()
+    # [08] the loader's batches stay as they are: a step sees the same images as before
+    micro_batch_size = local_batch_size // args.grad_accum_steps
+    if micro_batch_size == 0:
+        fail(f"--grad-accum-steps {args.grad_accum_steps}: a process has fewer images")
+    options = loader_options(args)
+    # [10] otherwise a SIGTERM to the whole job kills the workers before the last step
+    options["worker_init_fn"] = ignore_launcher_sigterm
     train_loader = DataLoader(
         train_set,
-        batch_size=batch_size,
-        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),  # [03] its images
-        drop_last=True,  # a last batch of three images would weigh as much as one of sixty
-        **data.loader_options(args),
+        batch_size=local_batch_size,
+        # [03] otherwise every process trains on all the images
+        sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,  # otherwise an image of a short last batch weighs more
+        **options,
     )
-    part = range(len(val_set))[dist.get_rank() :: dist.get_world_size()]
-    val_set = Subset(val_set, part)  # [07] every image once: DistributedSampler repeats some
-    batch_size //= args.grad_accum_steps  # [08] evaluation takes no more memory than training
-    val_loader = DataLoader(val_set, batch_size=batch_size, **data.loader_options(args))
+    # [07] every image exactly once: DistributedSampler would repeat some
+    shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
+    val_set = Subset(val_set, shard)
+    # [08] otherwise evaluation takes more memory than training
+    val_loader = DataLoader(val_set, batch_size=micro_batch_size, **options)
     return train_loader, val_loader
 
 
-# ---- 4. one training epoch ---------------------------------------------------------------------
-def accumulate(args, step, model, batch, scaler):
-    """Add up the gradient of a process's batch; return each part's loss, output and target."""
-    outputs = []
-    parts = zip(*(tensor.tensor_split(args.grad_accum_steps) for tensor in batch), strict=True)
-    for number, (images, target) in enumerate(parts, 1):  # [08] one at a time is on the device
+# ---- 4. one training epoch -----------------------------------------------------------
+def autocast(args):
+    """Return the context of a forward pass in the precision that --amp asks for."""
+    # [05] convolutions and matrix products in low precision, sums and losses in float32
+    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
+
+
+def accumulate_gradients(args, model, batch, scaler, meter):
+    """Run forward and backward on one micro-batch after the other; return the loss."""
+    mean_loss = 0.0
+    parts = [tensor.tensor_split(args.grad_accum_steps) for tensor in batch]
+    for micro_step, (images, target) in enumerate(zip(*parts, strict=True), start=1):
+        # [08] one micro-batch at a time is on the device
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        last = number == args.grad_accum_steps
-        with contextlib.nullcontext() if last else model.no_sync():  # [08] one average, not N
-            with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+        last = micro_step == args.grad_accum_steps
+        # [08] otherwise DDP averages the gradients after every micro-batch
+        with contextlib.nullcontext() if last else model.no_sync():
+            with autocast(args):
                 output = model(images)
                 loss = nn.functional.cross_entropy(output, target)
-            share = len(target) / len(batch[1])  # [08] not 1 / N: parts differ in size
-            scaler.scale(loss * share).backward()  # [05] otherwise small gradients are 0 in fp16
-        outputs.append((loss.detach(), output.detach(), target))
-    return outputs
+            # [08] not 1 / N: micro-batches can differ in size by one image
+            weight = len(target) / len(batch[1])
+            # [05] otherwise small gradients become zero in fp16
+            scaler.scale(loss * weight).backward()
+        meter.update(loss, output, target)
+        mean_loss += loss.detach() * weight
+    return mean_loss
 
 
-def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
-    """Take one optimizer step per global batch; return the epoch's averages, or None if stopped."""
+def skip_step(step, loss, scaler):
+    """Report a skipped step, or end the run if a smaller loss scale cannot help."""
+    # [05] the scaler halves its scale after each such step; without fp16 it is always 1
+    if not loss.isfinite() or scaler.get_scale() <= 1:
+        where = f"rank {dist.get_rank()}, step {step}"
+        raise FloatingPointError(f"{where}: gradient not finite, loss {loss}")
+    log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+
+
+def cast_vote(args, ckpt, received_signals, group):
+    """Start to find, over all ranks, a signal to stop at and whether a save is due."""
+    minutes = ckpt.minutes_since_save()
+    due = is_main_process() and minutes >= args.checkpoint_minutes
+    vote = torch.tensor([max(received_signals, default=0), due])
+    # [10] looked at a step later: nobody waits, unless a rank is a whole step behind
+    work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=group, async_op=True)
+    return work.get_future()
+
+
+def train_one_epoch(
+    args, epoch, model, loader, optimizer, scheduler, scaler, ckpt, vote
+):
+    """Train for an epoch; return its metrics and 0, or None and a signal's number."""
+    decision = vote()
     model.train()
     meter = meters.Meter(args.device)
-    part = slice(dist.get_rank(), None, dist.get_world_size())  # [09] of the processes of that time
-    done = args.checkpoints.take_up(epoch, len(loader), meter, part)
-    loader.dataset.epoch = epoch  # other crops and flips in every epoch
+    done = ckpt.steps_done(epoch, len(loader))
+    if done:
+        # [09] deal out the sums of the old ranks, of which there may have been more
+        meter.sums += ckpt.sums[dist.get_rank() :: dist.get_world_size()].sum(0)
+    # Otherwise every epoch has the same crops and flips, and the same order.
+    loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    batches = meters.progress(data.skip_first_batches(loader, done), f"epoch {epoch}", meter, show=is_main_process())
+    rest = skip_first_batches(loader, done)  # [09] without reading those images
+    batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
-        torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))  # [09] nothing to store
+        # [09] otherwise a resumed run draws other numbers, for dropout for instance
+        torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))
         optimizer.zero_grad()
-        outputs = accumulate(args, step, model, batch, scaler)  # [08] part by part
-        scaler.unscale_(optimizer)  # [05] otherwise the clipping sees the scaled gradient
+        loss = accumulate_gradients(args, model, batch, scaler, meter)
+        # [05] otherwise clipping sees the scaled gradients
+        scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        args.checkpoints.judge(step, norm, scaler.get_scale(), model)  # [09] ends the run after five
-        if norm.isfinite():  # [05] otherwise fp16 has overflowed: no step, and a smaller scale
+        # [05] the same on every rank, since the gradients have been averaged
+        if norm.isfinite():
             scaler.step(optimizer)
             scheduler.step()
         else:
-            log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+            skip_step(step, loss, scaler)
         scaler.update()
-        for loss, output, target in outputs if norm.isfinite() else ():  # [09] or it is all nan
-            meter.update(loss, output, target)
-        told = torch.tensor(max(args.signals, default=0), device=args.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)  # [09] otherwise they stop at different steps
-        if told or step % args.checkpoint_every == 0 or step % len(loader) == 0:
-            sums = meter.sums.new_empty(dist.get_world_size(), 4)
-            dist.all_gather(list(sums), meter.sums)  # [09] into the rows
-            args.checkpoints.save(step, sums, is_main_process())
-        if told:
-            args.signals.append(int(told))
-            dist.barrier()  # [09] otherwise the launcher kills who still writes
-            return None
-    dist.all_reduce(meter.sums)  # [03] otherwise the figures are those of rank 0's share
-    return meter.compute()
+        # [10] the same on every rank: otherwise they stop after different steps
+        signum, due = decision.wait()[0].tolist()
+        due = due or step % args.checkpoint_every == 0 or step % len(loader) == 0
+        if due or signum:
+            sums = [torch.empty_like(meter.sums) for _ in range(dist.get_world_size())]
+            # [09] otherwise a resumed epoch reports the metrics of its rest alone
+            dist.all_gather(sums, meter.sums)
+            if is_main_process():
+                ckpt.save(step, torch.stack(sums))
+        if signum:
+            # [10] otherwise the launcher kills rank 0 while it is still writing
+            dist.barrier()
+            return None, signum
+        decision = vote()
+    # [10] a signal during the last step, whose checkpoint has been written
+    signum, _ = decision.wait()[0].tolist()
+    if signum:
+        return None, signum
+    # [03] otherwise the metrics are those of rank 0's images alone
+    dist.all_reduce(meter.sums)
+    return meter.compute(), 0
 
 
-# ---- 5. evaluation -----------------------------------------------------------------------------
-def gather_logits(args, part, outputs):
-    """Return on rank 0 the logits of the whole set, in its order; `outputs` are those of `part`."""
-    whole = part.dataset
-    logits = torch.zeros(len(whole), whole.classes, dtype=args.dtype, device=args.device)
-    logits[list(part.indices)] = torch.cat([logits[:0], *outputs])  # a part may be empty
-    dist.reduce(logits, dst=0)  # [07] a row is zero on all processes but the one that has the image
+# ---- 5. evaluation -------------------------------------------------------------------
+def gather_logits(args, shard, outputs):
+    """Return the logits of the whole validation set, in its order, on rank 0.
+
+    shard: this process's Subset; outputs: its logits, a list of [B, classes].
+    """
+    val_set = shard.dataset
+    shape = (len(val_set), val_set.classes)
+    logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
+    if outputs:
+        logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
+    # [07] every row is zero on all ranks except the one that has the image
+    dist.reduce(logits, dst=0)
     return logits
 
 
 @torch.no_grad()
 def evaluate(args, model, loader):
-    """Return the averages over the whole validation set."""
+    """Return the metrics over the whole validation set."""
+    # [07] otherwise each rank evaluates with its own BatchNorm running statistics
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # [07] otherwise each judges its own running averages
+        dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
     outputs = []
-    for images, target in meters.progress(loader, "evaluation", meter, show=is_main_process()):
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        with torch.autocast(args.device.type, args.amp, enabled=args.amp is not None):  # [05]
+        with autocast(args):
             output = model(images)
-            meter.update(nn.functional.cross_entropy(output, target), output, target)
+            loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
         if args.save_logits:
             outputs.append(output)
-    dist.all_reduce(meter.sums)  # [07] sums and counts, once: averages do not add up
+    # [07] sums and counts add up; averages of shards of different sizes do not
+    dist.all_reduce(meter.sums)
     if args.save_logits:
         logits = gather_logits(args, loader.dataset, outputs)
         if is_main_process():
@@ -204,44 +316,81 @@ def evaluate(args, model, loader):
     return meter.compute()
 
 
-# ---- 6. the run --------------------------------------------------------------------------------
+# ---- 6. the run ----------------------------------------------------------------------
+def warm_up_ddp(args, model, loader):
+    """Run one backward pass that changes no weight."""
+    # [09] DDP arranges its gradient buckets after the first one; with three or more
+    # processes the arrangement decides the last bits of the averages
+    image, _ = loader.dataset[0]
+    model.eval()(image[None].to(args.device, args.dtype)).sum().backward()
+    model.zero_grad()
+
+
+def load_latest(ckpt):
+    """Return the state in the latest checkpoint, on every rank, or None."""
+    latest = [ckpt.find_latest() if is_main_process() else None]
+    # [09] rank 0 decides which file it is, so that all resume from the same step
+    dist.broadcast_object_list(latest)
+    return ckpt.load(latest[0])
+
+
 def run(args):
-    """Train and evaluate for --epochs, or only evaluate."""
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset).to(args.device, args.dtype)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-        return log(f"val {meters.format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
+        model.parameters(),
+        args.lr,
+        momentum=0.9,
+        weight_decay=args.weight_decay,
+        nesterov=True,
     )
-    scheduler = lr_schedule.warmup_cosine(optimizer, args.epochs * len(train_loader))
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp is torch.float16)  # [05]
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_bn else model  # [03]
-    wrapped = nn.parallel.DistributedDataParallel(model)  # [03] `model` stays what is saved
-    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")  # [03] did all join?
-    checkpointer.rehearse(args, wrapped, train_loader)  # [09] DDP's buckets depend on the first step
-    found = [checkpointer.newest(args) if is_main_process() else None]
-    dist.broadcast_object_list(found)  # [09] rank 0 decides, so that all go on from the same step
-    args.checkpoints = checkpointer.Checkpointer(args, *found, model, optimizer, scheduler, scaler)
-    for epoch in range(args.checkpoints.epoch(len(train_loader)), args.epochs + 1):
-        train = train_one_epoch(args, epoch, wrapped, train_loader, optimizer, scheduler, scaler)
-        if train is None:  # [09]
-            return
-        val = evaluate(args, model, val_loader)
-        log(f"epoch {epoch}: train {meters.format_metrics(train)}, val {meters.format_metrics(val)}")
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
+    # [05] only fp16 needs it: the other formats have the range of float32
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # [03] averages the gradients during backward; `model` is what is saved
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
+    warm_up_ddp(args, wrapped, train_loader)
+    # [09] everything that has a state: without the momentum, say, the next step differs
+    ckpt = Checkpointer(args, train_loader, model, optimizer, scheduler, scaler)
+    ckpt.restore(load_latest(ckpt))
+    if ckpt.step:
+        log(f"resumed from step {ckpt.step}")
+    received_signals = launch.catch_signals()
+    # [10] a group on the CPU: otherwise looking at a decision waits for the GPU
+    group = dist.new_group(backend="gloo", timeout=args.timeout)
+    vote = partial(cast_vote, args, ckpt, received_signals, group)
+    for epoch in range(ckpt.first_epoch(len(train_loader)), args.epochs + 1):
+        train, signum = train_one_epoch(
+            args, epoch, wrapped, train_loader, optimizer, scheduler, scaler, ckpt, vote
+        )
+        if signum:
+            return 128 + signum  # [10] not 0: otherwise nobody starts the run again
+        # [10] a signal ends the process at once: nothing is lost, and nobody votes now
+        with launch.default_signals(received_signals):
+            val = evaluate(args, model, val_loader)
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+    return 0
 
 
 def main():
     args = parse_args()
-    args.device = setup(args)  # [06] the cluster has started all the processes
-    run(args)
-    gc.collect()  # [03] a DDP object that outlives the group aborts one run in ten at exit
+    args.device = setup(args)
+    exit_code = run(args)
+    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    gc.collect()
     dist.destroy_process_group()
-    sys.exit(128 + args.signals[0] if args.signals else 0)  # [09] not 0: start it again
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

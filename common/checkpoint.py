@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: weights and metrics."""
+"""Weights and metrics, in files that are written atomically and loaded safely."""
 
 import json
 import os
@@ -6,21 +6,21 @@ import pickle
 import zipfile
 from pathlib import Path
 
-from common.flags import stop
-
 import torch
+
+from common.args import fail
 
 
 def write_atomically(path, write):
-    """Call `write(file)` on a temporary file beside `path`, then put it in the place of `path`.
+    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
 
-    Whoever is killed in the middle, or finds the disk full, leaves the old file as it was. The
-    data is on the disk (fsync) before the name changes, and so is the new name afterwards. What a
-    process that was killed left of an earlier attempt is removed.
+    If the process dies or the disk fills up, the old file survives. The data is on the
+    disk (fsync) before the name changes, and so is the new name when this returns.
+    Temporary files that a killed process left for `path` are removed.
     """
     path = Path(path)
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        left.unlink()
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -30,63 +30,84 @@ def write_atomically(path, write):
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(directory)
     finally:
-        os.close(folder)
+        os.close(directory)
 
 
 def save(state, path):
-    """Write tensors, numbers, strings, lists and dicts of them to `path`, atomically."""
+    """Write tensors, numbers, strings, and lists and dicts of them, atomically."""
     write_atomically(path, lambda file: torch.save(state, file))
 
 
 def load(path):
     """Return what `save` wrote, its tensors on the CPU.
 
-    Runs no code from the file (weights_only=True). Raises ValueError where the file is missing,
-    truncated or of another kind.
+    Runs no code from the file (weights_only=True). Raises ValueError if the file is
+    missing, truncated, or not one that torch.save wrote.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is missing, truncated, or not a file of weights") from error
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path} is missing, truncated or not a file of weights"
+        ) from error
 
 
 def load_weights(model, path):
     """Load the weights in `path` into `model`.
 
-    A file that cannot be read, or holds another model's weights, ends the program with one line.
+    A file that cannot be read, or that holds another model's weights, ends the program
+    with one line.
     """
     try:
         weights = load(path)
         model.load_state_dict(weights)
     except ValueError as error:
-        stop(f"--evaluate: {error}")
+        fail(f"--evaluate: {error}")
     except (RuntimeError, TypeError, AttributeError):
-        if isinstance(weights, dict) and str(next(iter(weights), "")).startswith("module."):
-            stop(f"--evaluate: {path} is of a wrapped model: its names begin with 'module.'")
-        stop(f"--evaluate: {path} holds the weights of another model; check --arch and --data")
+        if isinstance(weights, dict) and str(next(iter(weights), "")).startswith(
+            "module."
+        ):
+            fail(
+                f"--evaluate: {path} was saved from a wrapped model: its names begin"
+                " with 'module.'"
+            )
+        fail(
+            f"--evaluate: {path} holds another model's weights; check --arch and --data"
+        )
 
 
 def read_metrics(folder):
-    """Return the rows of `folder`/metrics.jsonl, one dict per epoch; none where it is missing."""
+    """Return the rows of metrics.jsonl, one dict per epoch; [] if it is missing."""
     path = Path(folder) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def save_epoch(folder, epoch, train, val, weights):
-    """Write what an epoch ended with: metrics.jsonl, last.pt, and best.pt if its acc@1 is the best.
+    """Write metrics.jsonl, last.pt, and best.pt if this epoch's acc@1 is the best.
 
-    epoch: counted from 1; train, val: averages of a Meter; weights: a state_dict. Rows of this
-    epoch and of later ones, left by an earlier run, are dropped.
+    epoch: counted from 1; train, val: what Meter.compute returned; weights: a
+    state_dict. Rows of this epoch and of later ones, left by an earlier run, are
+    dropped.
     """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        stop(f"--out-dir {folder}: {error.strerror}")
+        fail(f"--out-dir {folder}: {error.strerror}")
     earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
     rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
     weights = {name: tensor.cpu() for name, tensor in weights.items()}

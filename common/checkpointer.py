@@ -1,175 +1,190 @@
-"""Checkpoints: all that the rest of a run depends on, in files that are whole or not there."""
+"""Saves the full training state, and resumes from it."""
 
-import signal
 import sys
+import time
 import zipfile
-from pathlib import Path
+
+import torch
 
 from common import checkpoint
-from common.flags import stop
+from common.args import fail
 
-# The flags that decide what the weights become. A run goes on from checkpoints of the same ones only.
-DECISIVE = (
-    "data", "image_size", "images", "arch", "pretrained", "epochs", "batch_size", "lr",
-    "weight_decay", "seed", "dtype", "amp", "clip_grad", "sync_bn",
-)  # fmt: skip
+# A run may resume with other values of these flags: they do not change the weights, or,
+# like --device, only by rounding. Every other flag must be the same.
+HARMLESS_FLAGS = {
+    "checkpoint_dir",
+    "checkpoint_every",
+    "checkpoint_minutes",
+    "data_dir",
+    "device",
+    "download",
+    "evaluate",
+    "grad_accum_steps",
+    "keep_checkpoints",
+    "out_dir",
+    "save_logits",
+    "timeout",
+    "workers",
+}
 PARTS = ("model", "optimizer", "scheduler", "scaler")
-
-
-def watch(args, *names):
-    """Note these signals from now on instead of ending; return the list of those that have come.
-
-    names: such as "SIGTERM". The list holds their numbers. Launchers may send a signal to a process
-    twice, in the middle of the first call: appending to a list is safe then. With --evaluate there
-    is nothing to lose, and the signals keep their meaning.
-    """
-    came = []
-    for name in () if args.evaluate else names:
-        signal.signal(getattr(signal, name), lambda number, frame: came.append(number))
-    return came
-
-
-def rehearse(args, model, loader):
-    """Pass an image forward and backward through a wrapped model, which leaves no trace in it.
-
-    After its first backward pass a wrapper may arrange its buffers anew. Where the gradients lie in
-    them decides in which order three or more processes add them up, and so their last bits. With
-    this it has done so before the first step, in a run that begins and in one that goes on.
-    """
-    image = loader.dataset[0][0][None].to(args.device, args.dtype)
-    model.eval()(image).sum().backward()
-    model.zero_grad()
-
-
-def decisive(args):
-    """Return the flags that decide what the weights become, as text: {"--lr": "0.05", ...}."""
-    return {f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in DECISIVE}
-
-
-def paths(folder):
-    """Return the paths of the checkpoints in `folder`, the newest first."""
-    return sorted(Path(folder).glob("step-*.pt"), reverse=True)
+KEYS = {*PARTS, "step", "sums", "flags", "num_images", "torch_version"}
 
 
 def read(path):
-    """Return what a checkpoint holds. Raises ValueError if it is damaged, or some other file."""
+    """Return what a checkpoint holds, its tensors on the CPU.
+
+    Raises ValueError if the file is corrupt or is something else.
+    """
     try:
         with zipfile.ZipFile(path) as file:
-            whole = file.testzip() is None  # torch.load takes a changed byte as it is
-        state = checkpoint.load(path) if whole else None
-    except Exception as error:  # what a changed byte raises: KeyError, NotImplementedError and more
-        raise ValueError(f"{path} is damaged") from error
-    if (
-        not isinstance(state, dict)
-        or not {"flags", "step", "skipped", "sums", *PARTS} <= state.keys()
-    ):
-        raise ValueError(f"{path} is damaged, or no checkpoint")
+            corrupt = file.testzip()  # the checksums, which torch.load does not check
+        state = None if corrupt else checkpoint.load(path)
+    except Exception as error:  # a flipped bit can raise anything: KeyError, NotImpl...
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{path} ({reason})") from error
+    if not isinstance(state, dict) or not state.keys() >= KEYS:
+        raise ValueError(f"{path} (not a checkpoint)")
     return state
 
 
-def newest(args):
-    """Return the newest checkpoint in --checkpoint-dir, its tensors on the CPU; None where there is none.
+class Checkpointer:
+    """Saves the full training state after a step, and resumes a later run from it.
 
-    One that cannot be read is passed over, with a line on standard error. If that is true of all
-    of them, or if they are those of a run with other flags, return what is wrong, as text.
+    args: --checkpoint-dir, --keep-checkpoints, and the flags that a resumed run must
+    share; without --checkpoint-dir nothing is saved or found. loader: the training
+    loader, for the size of its data set. The other four are saved and restored by their
+    state_dict.
+
+    step: the optimizer steps taken before this run, 0 unless it was resumed; sums:
+    float64 [processes, 4], what each rank's Meter held at that step, None unless
+    resumed.
     """
-    found = paths(args.checkpoints) if args.checkpoints else []
-    for path in found:
+
+    def __init__(self, args, loader, model, optimizer, scheduler, scaler):
+        self.folder = args.checkpoint_dir
+        self.keep = args.keep_checkpoints
+        self.device = args.device
+        self.flags = {
+            f"--{name.replace('_', '-')}": str(value)
+            for name, value in vars(args).items()
+            if name not in HARMLESS_FLAGS
+        }
+        self.num_images = len(loader.dataset)
+        parts = (model, optimizer, scheduler, scaler)
+        self.parts = dict(zip(PARTS, parts, strict=True))
+        self.step = 0
+        self.sums = None
+        self.last_save = time.monotonic()
+
+    def paths(self):
+        """Return the paths of the checkpoints, the latest first."""
+        return (
+            sorted(self.folder.glob("step-*.pt"), reverse=True) if self.folder else []
+        )
+
+    def find_latest(self):
+        """Return the path of the latest checkpoint that can be read; None if there is
+        none.
+
+        A corrupt one is skipped, with a line on standard error. If all are corrupt, the
+        latest is returned, and `load` says what is wrong with it.
+        """
+        for path in self.paths():
+            try:
+                read(path)
+            except ValueError as error:
+                sys.stderr.write(f"skipping corrupt checkpoint {error}\n")
+            else:
+                return path
+        return next(iter(self.paths()), None)
+
+    def load(self, path):
+        """Return the state that a checkpoint holds, its tensors on the CPU; None for
+        None.
+
+        A checkpoint that is corrupt, that another process cannot see, or that was
+        written with other flags ends the program with one line. Another size of the
+        training set or another version of torch is a warning.
+        """
+        if path is None:
+            return None
+        if not path.exists():
+            fail(f"--checkpoint-dir: {path} must be on a disk that every node sees")
         try:
             state = read(path)
         except ValueError as error:
-            why = " ".join(str(error.__cause__ or error).split())
-            sys.stderr.write(f"{path} is damaged or no checkpoint, and passed over ({why})\n")
-            continue
-        for flag, value in decisive(args).items():
-            if value != state["flags"].get(flag):
-                was = state["flags"].get(flag)
-                return f"{path} is of a run with {flag} {was}, not {value}; name another folder"
-        print(f"goes on after step {state['step']}", flush=True)
+            fail(f"--checkpoint-dir: no checkpoint can be read, not even {error}")
+        for flag in sorted(self.flags.keys() | state["flags"].keys()):
+            saved, ours = state["flags"].get(flag), self.flags.get(flag)
+            if saved != ours:
+                fail(
+                    f"--checkpoint-dir: {path} was written with {flag} {saved}, not"
+                    f" {ours}; use the same flags, or another directory"
+                )
+        for what, ours in (
+            ("num_images", self.num_images),
+            ("torch_version", str(torch.__version__)),
+        ):
+            if state[what] != ours:
+                sys.stderr.write(
+                    f"warning: {path} has {what} {state[what]}, now {ours}\n"
+                )
         return state
-    return f"{args.checkpoints} holds no checkpoint that can be read; name another" if found else None
 
-
-class Checkpointer:
-    """Where a run goes on, and where it keeps what it needs to go on another time.
-
-    step: how many steps were taken before, 0 where a run begins; sums: float64 [processes, 4], what
-    the Meter of each process held then; skipped: how many steps were skipped last, in a row.
-    """
-
-    def __init__(self, args, state, *parts):
-        """Load what `newest` returned into `parts`: model, optimizer, scheduler and scaler.
-
-        If that is text, saying what is wrong, the program ends with it, on every process alike.
-        """
-        if isinstance(state, str):
-            stop(f"--checkpoint-dir: {state}")
-        self.folder = args.checkpoints
-        self.flags = decisive(args)
-        self.parts = dict(zip(PARTS, parts, strict=True))
-        self.step = state["step"] if state else 0
-        self.skipped = state["skipped"] if state else 0
-        self.sums = state["sums"].to(args.device) if state else None
-        for name, part in self.parts.items() if state else ():
-            part.load_state_dict(state[name])
-        self.buffers = [buffer.clone() for buffer in self.parts["model"].buffers()]
-
-    def epoch(self, steps):
-        """Return the epoch to go on with, if it has so many steps. Its steps may all be done."""
-        return max(self.step - 1, 0) // steps + 1
-
-    def take_up(self, epoch, steps, meter, part):
-        """Return how many of an epoch's `steps` were done before, and give `meter` their figures.
-
-        part: a slice of the processes of that time, whose sums the meter gets. There may have been
-        more of them than now: all of them have to be dealt out.
-        """
-        done = max(self.step - (epoch - 1) * steps, 0)
-        if done:
-            meter.sums += self.sums[part].sum(0)
-        return done
-
-    def judge(self, step, norm, scale, model):
-        """Count the steps in a row whose gradient is not finite; FloatingPointError at the fifth.
-
-        norm: the gradient's; scale: the loss scale. As long as it is above 1 it may be the cause,
-        and is going to be lowered: such a step does not count. The buffers of `model`, such as the
-        averages of batch norm, are put back to what they were after the last good step.
-        """
-        if norm.isfinite():
-            self.skipped = 0
-            self.buffers = [buffer.clone() for buffer in model.buffers()]
+    def restore(self, state):
+        """Load what `load` returned into the model and the rest; None is ignored."""
+        if state is None:
             return
-        for buffer, good in zip(model.buffers(), self.buffers, strict=True):
-            buffer.copy_(good)
-        self.skipped += scale <= 1
-        if self.skipped == 5:
-            raise FloatingPointError(f"step {step}: 5 in a row skipped; {self.last()}")
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.step = state["step"]
+        self.sums = state["sums"].to(self.device)
 
-    def save(self, step, sums, write=True):
-        """Write the checkpoint of a step, and keep the one before; nothing without --checkpoint-dir.
+    def first_epoch(self, steps_per_epoch):
+        """Return the epoch to begin with. All of its steps may be done already."""
+        return max(self.step - 1, 0) // steps_per_epoch + 1
 
-        write: whether this process is the one that does. If it cannot be written, what is there
-        stays as it is, and a line on standard error says so.
+    def steps_done(self, epoch, steps_per_epoch):
+        """Return how many steps of an epoch were taken before this run."""
+        return max(self.step - (epoch - 1) * steps_per_epoch, 0)
+
+    def minutes_since_save(self):
+        """Return the minutes since this process last saved, or since it started."""
+        return (time.monotonic() - self.last_save) / 60
+
+    def save(self, step, sums):
+        """Write a checkpoint and remove all but the latest ones (--keep-checkpoints).
+
+        step: optimizer steps taken; sums: the Meters' sums, float64 [processes, 4]. If
+        it cannot be written, the earlier ones stay, and a line on standard error says
+        why.
         """
-        if self.folder is None or not write:
+        self.last_save = time.monotonic()
+        if self.folder is None:
             return
         state = {name: part.state_dict() for name, part in self.parts.items()}
-        state |= {"flags": self.flags, "step": step, "skipped": self.skipped, "sums": sums}
+        state |= {"step": step, "sums": sums.cpu(), "flags": self.flags}
+        state |= {
+            "num_images": self.num_images,
+            "torch_version": str(torch.__version__),
+        }
         path = self.folder / f"step-{step:09}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save(state, path)
-            # Those after this step could not be read: a run goes on from the newest that can be.
-            before = [old for old in paths(self.folder) if old < path]
-            useless = {*paths(self.folder), *self.folder.glob(".step-*.tmp")} - {path, *before[:1]}
-            for old in useless:
-                old.unlink(missing_ok=True)
+            self.prune(path)
         except (OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            sys.stderr.write(f"step {step}: no checkpoint written ({reason}); {self.last()}\n")
+            sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
 
-    def last(self):
-        """Say which checkpoint is the newest."""
-        found = paths(self.folder) if self.folder else []
-        return f"the last checkpoint is {found[0]}" if found else "there is no checkpoint"
+    def prune(self, newest):
+        """Remove temporary files, and the checkpoints that --keep-checkpoints leaves
+        out.
+
+        Later checkpoints than the one just written are corrupt, or it would not have
+        been the latest to resume from: they go, too.
+        """
+        older = [path for path in self.paths() if path < newest]
+        kept = {newest, *older[: self.keep - 1]}
+        for path in {*self.paths(), *self.folder.glob(".step-*.tmp")} - kept:
+            path.unlink(missing_ok=True)

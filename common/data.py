@@ -1,28 +1,23 @@
-"""The data sets: real ones through torchvision's own classes, and random images for benchmarks.
+"""The data sets: torchvision's, and random images for benchmarks.
 
-A training set has an attribute `epoch`, which the training loop sets: the random crop and flip of
-an image depend on the seed, the epoch and the image's own index, and on nothing else. So they are
-the same on any number of processes and of loader workers, and two processes never share theirs.
+A training set has an attribute `epoch`, which the training loop sets. The random crop
+and flip of an image depend on the seed, the epoch and the image's index, and on nothing
+else. So they are the same on any number of processes and of DataLoader workers.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.flags import stop
-
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
-from torch.utils.data import default_collate
 from torchvision import datasets
 from torchvision.transforms import v2
 
-# Mean and standard deviation of each set's training images, per channel, on the scale 0 to 1.
+from common.args import fail
+
+# Mean and standard deviation of each set's training images, per channel, on the scale 0
+# to 1.
 STATISTICS = {
     "digits": ((0.3055,), (0.3759,)),
     "fashionmnist": ((0.2860,), (0.3530,)),
@@ -33,40 +28,37 @@ STATISTICS = {
 }
 
 
-def normaliser(name):
-    """Return the transform that turns uint8 images [..., C, H, W] into normalised float32."""
+def make_normalize(name):
+    """Return a transform of uint8 images [..., C, H, W] to normalized float32."""
     mean, std = STATISTICS[name]
     return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
 
 def derive_seed(*key):
-    """Return a seed, 0 to 2**32 - 1, made of whole numbers: other numbers, another stream."""
+    """Return a seed, 0 to 2**32 - 1, that depends on all the integers of `key`."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 @contextmanager
 def seeded(*key):
-    """Draw from torch's CPU generator as if it were seeded with the numbers of `key`."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(derive_seed(*key))
-    try:
+    """Draw from torch's CPU generator as if it had just been seeded with `key`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(*key))
         yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 class ImagesInMemory(Dataset):
     """A small data set, held as one uint8 tensor and fetched a batch at a time.
 
-    images: uint8 [N, C, H, W]; labels: int64 [N]; classes: their number; normalise: applied to a
-    whole batch; augment: applied to each training image, or None.
+    images: uint8 [N, C, H, W]; labels: int64 [N]; classes: their number; normalize:
+    applied to a whole batch; augment: applied to each training image, or None.
     """
 
-    def __init__(self, images, labels, classes, normalise, augment=None, seed=0):
+    def __init__(self, images, labels, classes, normalize, augment=None, seed=0):
         self.images = images
         self.labels = labels
         self.classes = classes
-        self.normalise = normalise
+        self.normalize = normalize
         self.augment = augment
         self.seed = seed
         self.epoch = 0
@@ -79,12 +71,12 @@ class ImagesInMemory(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices):
-        """Return the images, float32 [B, C, H, W], and the labels, int64 [B], of a batch."""
+        """Return a batch: images, float32 [B, C, H, W], and labels, int64 [B]."""
         if self.augment:
             images = torch.stack([self.augmented(index) for index in indices])
         else:
             images = self.images[indices]
-        return self.normalise(images), self.labels[indices]
+        return self.normalize(images), self.labels[indices]
 
     def augmented(self, index):
         with seeded(self.seed, self.epoch, index):
@@ -92,7 +84,7 @@ class ImagesInMemory(Dataset):
 
 
 class ImagesInFolder(datasets.ImageFolder):
-    """torchvision's ImageFolder, with random crops and flips as the module's docstring says."""
+    """torchvision's ImageFolder, its crops and flips drawn as described above."""
 
     def __init__(self, root, transform, seed=0):
         super().__init__(root, transform)
@@ -104,74 +96,26 @@ class ImagesInFolder(datasets.ImageFolder):
             return super().__getitem__(index)
 
 
-def collate(batch):
-    """Pass on what `__getitems__` returned, which is a batch; put a list of samples together."""
-    return batch if isinstance(batch, tuple) else default_collate(batch)
-
-
-def ignore_launcher_sigterm(worker):
-    """Have a loader's worker process end on a SIGTERM of the process it works for, and of no other.
-
-    Launchers and Slurm send SIGTERM to all processes of a run. The one that trains decides what to
-    do about it; without its workers it could not even take the step that it has begun.
-    """
-    parent = multiprocessing.parent_process().pid  # not os.getppid(): that may be a fork server
-
-    def wait():
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(0)
-
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=wait, daemon=True).start()
-
-
-def loader_options(args):
-    """Return the keywords that every DataLoader gets."""
-    return {
-        "collate_fn": collate,
-        "num_workers": args.workers,
-        "worker_init_fn": ignore_launcher_sigterm,
-        # Only from pinned memory does a copy overlap the GPU's work.
-        "pin_memory": args.device.type == "cuda",
-    }
-
-
-def skip_first_batches(loader, batches):
-    """Return a loader of what is left of its epoch after so many batches, none of them read."""
-    if batches == 0:
-        return loader
-    left = list(loader.sampler)[batches * loader.batch_size :]
-    return DataLoader(
-        loader.dataset,
-        loader.batch_size,
-        sampler=left,
-        drop_last=loader.drop_last,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-        pin_memory=loader.pin_memory,
-    )
-
-
 def digits():
-    """Return (images, labels) of 1,500 training and of 297 validation images, 8 x 8 pixels.
+    """Return (images, labels) of 1,500 training and of 297 validation images, 8 x 8
+    pixels.
 
-    They are those that scikit-learn brings along, handwritten digits of E. Alpaydin and C. Kaynak
-    (UCI, 1998, CC BY 4.0). They lie in a file here, for scikit-learn takes seconds to import. The
-    split is fixed: it does not depend on --seed, and no image is on both sides.
+    These are scikit-learn's digits (E. Alpaydin and C. Kaynak, UCI, 1998, CC BY 4.0),
+    kept in a file because importing scikit-learn takes seconds. The split does not
+    depend on --seed, and no image is on both sides.
     """
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
-    order = np.random.RandomState(0).permutation(len(images))  # NumPy keeps this stream for good
+    order = np.random.RandomState(0).permutation(
+        len(images)
+    )  # NumPy freezes this stream
     images = torch.from_numpy((images / 16 * 255).round().astype(np.uint8)[order])
     images, labels = images.reshape(-1, 1, 8, 8), torch.from_numpy(labels[order])
     return (images[:1500], labels[:1500]), (images[1500:], labels[1500:])
 
 
 def fake(args):
-    """Return (images, labels) of random training and of a fifth as many validation images."""
+    """Return (images, labels) for training, and a fifth as many for validation."""
     generator = torch.Generator().manual_seed(args.seed)
 
     def draw(n):
@@ -183,32 +127,38 @@ def fake(args):
 
 
 def downloaded(kind, args):
-    """Return (images, labels) of the training and of the test part of a torchvision data set."""
+    """Return (images, labels) of a torchvision data set: training, then test."""
     parts = []
     for train in (True, False):
         try:
             part = kind(args.data_dir, train=train, download=args.download)
         except (RuntimeError, OSError, EOFError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            stop(f"--data {args.data}: not readable in {args.data_dir} ({reason})")
+            fail(f"--data {args.data}: not readable in {args.data_dir} ({reason})")
         images = torch.as_tensor(part.data)
-        images = images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
+        images = (
+            images[:, None]
+            if images.dim() == 3
+            else images.permute(0, 3, 1, 2).contiguous()
+        )
         parts.append((images, torch.as_tensor(part.targets)))
     return parts
 
 
 def image_folder(args):
-    """Return the two parts of a folder in ImageNet's layout: train/CLASS/*, val/CLASS/*."""
-    finish = [v2.PILToTensor(), normaliser(args.data)]
+    """Return the sets of a folder in ImageNet's layout: train/CLASS/*, val/CLASS/*."""
+    finish = [v2.PILToTensor(), make_normalize(args.data)]
     augment = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()]
-    centre = [v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)]
+    center = [v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)]
     try:
-        train_set = ImagesInFolder(args.data_dir / "train", v2.Compose(augment + finish), args.seed)
-        val_set = ImagesInFolder(args.data_dir / "val", v2.Compose(centre + finish))
+        train_set = ImagesInFolder(
+            args.data_dir / "train", v2.Compose(augment + finish), args.seed
+        )
+        val_set = ImagesInFolder(args.data_dir / "val", v2.Compose(center + finish))
     except OSError as error:
-        stop(f"--data-dir {args.data_dir}: {error}".splitlines()[0])
+        fail(f"--data-dir {args.data_dir}: {error}".splitlines()[0])
     if train_set.classes != val_set.classes:
-        stop(f"--data-dir {args.data_dir}: train and val do not hold the same classes")
+        fail(f"--data-dir {args.data_dir}: train and val do not have the same classes")
     train_set.classes = val_set.classes = len(train_set.classes)
     return train_set, val_set
 
@@ -216,8 +166,9 @@ def image_folder(args):
 def load_data(args):
     """Return the training and the validation set that the flags name.
 
-    Both have `classes`, their number. Nothing is downloaded without --download. A folder that is
-    missing or damaged, or a set smaller than one batch, ends the program with one line.
+    Both have `classes`, the number of classes. Nothing is downloaded without
+    --download. A folder that is missing or corrupt, or a training set smaller than one
+    global batch, ends the program with one line.
     """
     if args.data == "imagefolder":
         train_set, val_set = image_folder(args)
@@ -236,10 +187,15 @@ def load_data(args):
         classes = 100 if args.data == "cifar100" else 10
         augment = None
         if args.data.startswith("cifar"):
-            augment = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
-        normalise = normaliser(args.data)
-        train_set = ImagesInMemory(*train, classes, normalise, augment, args.seed)
-        val_set = ImagesInMemory(*val, classes, normalise)
+            augment = v2.Compose(
+                [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
+            )
+        normalize = make_normalize(args.data)
+        train_set = ImagesInMemory(*train, classes, normalize, augment, args.seed)
+        val_set = ImagesInMemory(*val, classes, normalize)
     if len(train_set) < args.batch_size:
-        stop(f"--batch-size {args.batch_size}: the training set has {len(train_set)} images only")
+        fail(
+            f"--batch-size {args.batch_size}: the training set has only"
+            f" {len(train_set)} images"
+        )
     return train_set, val_set

@@ -1,10 +1,10 @@
 """The networks: a small one of our own, and torchvision's by name."""
 
-from common.flags import stop
-
 import torch
 import torchvision
 from torch import nn
+
+from common.args import fail
 
 
 class Block(nn.Module):
@@ -27,17 +27,18 @@ class Block(nn.Module):
 
 
 class SmallResNet(nn.Sequential):
-    """A residual network of three blocks for images of 8 pixels and more.
+    """A residual network of three blocks, for images of at least 8 x 8 pixels.
 
     Maps float images [B, channels, H, W] to logits [B, classes].
 
-    It has group norm (Wu and He, 2018), not batch norm: batch norm takes its statistics over the
-    images that one process holds, so splitting a batch would change what the network computes, and
-    no number of processes would train to the same weights. Group norm looks at one image at a time.
+    It has group norm (Wu and He, 2018) instead of batch norm. Batch norm takes its
+    statistics over the images of one process, so splitting a batch changes what the
+    network computes. Group norm looks at one image at a time.
 
-    Its activation is the smooth SiLU, not ReLU: the order of an addition changes with the number of
-    processes, hence its last bit, and at the corner of a ReLU one bit decides between a gradient of
-    0 and of 1. In float32 two runs then part within an epoch; with SiLU they agree to six digits.
+    Its activation is SiLU instead of ReLU. The order of an addition, and so its last
+    bit, depends on the number of processes, and at the kink of a ReLU one bit decides
+    between a gradient of 0 and of 1. In float32 two runs then diverge within an epoch;
+    with SiLU they agree to six digits.
     """
 
     def __init__(self, channels, classes, width=16):
@@ -55,25 +56,29 @@ class SmallResNet(nn.Sequential):
 
 
 def replace(model, old, new):
-    """Put the module `new` where `old` stands in `model`."""
+    """Replace the module `old` in `model` by `new`."""
     name = next(name for name, module in model.named_modules() if module is old)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
 
 
 def from_torchvision(args, channels, classes, size):
-    """Return a torchvision model with `classes` outputs for images of `channels` x size x size."""
-    # The two networks with side outputs train without them: one output, one loss.
-    options = {"aux_logits": False} if args.arch in ("googlenet", "inception_v3") else {}
+    """Return a torchvision model for images [B, channels, size, size]."""
+    # Without the auxiliary classifiers of these two there is one output, and one loss.
+    options = (
+        {"aux_logits": False} if args.arch in ("googlenet", "inception_v3") else {}
+    )
     if options and not args.pretrained:
         options["init_weights"] = True
     if args.arch.startswith("vit"):
         options["image_size"] = size
     if args.pretrained:
         try:
-            model = torchvision.models.get_model(args.arch, weights="DEFAULT", **options)
+            model = torchvision.models.get_model(
+                args.arch, weights="DEFAULT", **options
+            )
         except (OSError, RuntimeError, ValueError) as error:
-            stop(f"--pretrained: no weights for {args.arch} ({error})")
+            fail(f"--pretrained: no weights for {args.arch} ({error})")
         last = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))][-1]
         if isinstance(last, nn.Linear):
             replace(model, last, nn.Linear(last.in_features, classes))
@@ -84,16 +89,21 @@ def from_torchvision(args, channels, classes, size):
 
     first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
     if channels != first.in_channels:
-        replace(model, first, like(first, channels))
-    # The usual stem for small images: a ResNet's first layers would shrink them to a quarter.
-    if size <= 64 and not args.pretrained and isinstance(model, torchvision.models.ResNet):
+        replace(model, first, conv_like(first, channels))
+    # The usual stem for small images, which a ResNet's first layers would shrink to a
+    # quarter of their size.
+    if (
+        size <= 64
+        and not args.pretrained
+        and isinstance(model, torchvision.models.ResNet)
+    ):
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
 
 
-def like(conv, channels):
-    """Return a copy of a convolution that takes `channels` channels, with its weights' mean."""
+def conv_like(conv, channels):
+    """Return `conv` for other input channels, each with the mean of its weights."""
     new = nn.Conv2d(
         channels,
         conv.out_channels,
@@ -103,7 +113,9 @@ def like(conv, channels):
         bias=conv.bias is not None,
     )
     with torch.no_grad():
-        new.weight.copy_(conv.weight.mean(dim=1, keepdim=True) * conv.in_channels / channels)
+        new.weight.copy_(
+            conv.weight.mean(dim=1, keepdim=True) * conv.in_channels / channels
+        )
         if conv.bias is not None:
             new.bias.copy_(conv.bias)
     return new
@@ -112,8 +124,8 @@ def like(conv, channels):
 def make_model(args, data_set):
     """Return the network that --arch names, for the images and classes of `data_set`.
 
-    Maps float images [B, C, H, W] to logits [B, classes]. A network that cannot take images of
-    that size ends the program with one line.
+    Maps float images [B, C, H, W] to logits [B, classes]. A network that cannot take
+    images of that size ends the program with one line.
     """
     channels, size, _ = data_set[0][0].shape
     if args.arch == "small":
@@ -123,5 +135,8 @@ def make_model(args, data_set):
         with torch.no_grad():
             model.eval()(torch.zeros(1, channels, size, size))
     except (AssertionError, RuntimeError, ValueError) as error:
-        stop(f"--arch {args.arch}: cannot take images of {size} x {size} pixels ({error})")
+        fail(
+            f"--arch {args.arch}: cannot take images of {size} x {size} pixels"
+            f" ({error})"
+        )
     return model

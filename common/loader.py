@@ -1,0 +1,60 @@
+"""The DataLoader's plumbing: options that every loader gets, resuming, and signals."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+from torch.utils.data import DataLoader
+from torch.utils.data import default_collate
+
+
+def collate(batch):
+    """Return a batch from `__getitems__` as it is; collate a list of samples."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+def loader_options(args):
+    """Return the keyword arguments that every DataLoader gets."""
+    return {
+        "collate_fn": collate,
+        "num_workers": args.workers,
+        # From pinned memory a copy to the GPU does not make Python wait.
+        "pin_memory": args.device.type == "cuda",
+    }
+
+
+def skip_first_batches(loader, num_batches):
+    """Return a loader of the rest of the epoch; the skipped batches are not read."""
+    if num_batches == 0:
+        return loader
+    indices = list(loader.sampler)
+    return DataLoader(
+        loader.dataset,
+        loader.batch_size,
+        sampler=indices[num_batches * loader.batch_size :],
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        pin_memory=loader.pin_memory,
+    )
+
+
+def ignore_launcher_sigterm(worker_id):  # noqa: ARG001 (DataLoader passes it)
+    """Have a DataLoader's worker end on a SIGTERM from its own process only.
+
+    To be given as `worker_init_fn`. Launchers and Slurm send SIGTERM to every process
+    of a run. The one that trains decides what to do about it, and without its workers
+    it could not even finish the step that it has begun.
+    """
+    parent = multiprocessing.parent_process().pid  # os.getppid() may be a fork server
+
+    def wait():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,289 @@
+"""docs/your_own_script: after.py trains what before.py trains, and is little longer."""
+
+import ast
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "your_own_script"
+BEFORE, AFTER = FOLDER / "before.py", FOLDER / "after.py"
+TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
+STEPS = TRAIN_SIZE // BATCH_SIZE
+BUDGET = {BEFORE: 70, AFTER: 110, "diff": 60}
+
+# Runs a script in float64 and records what each rank saw, drew, reduced, and saved.
+SPY = """
+import os, runpy, sys, torch
+from torch import distributed as dist
+
+torch.set_default_dtype(torch.float64)
+record = {"batches": [], "noise": [], "reduced": [], "ranks": 1, "saves": 0}
+randn_like, all_reduce, save = torch.randn_like, dist.all_reduce, torch.save
+
+def spy_randn_like(points):
+    noise = randn_like(points)
+    record["batches"].append(points.cpu())
+    record["noise"].append(noise.cpu())
+    return noise
+
+def spy_all_reduce(tensor):
+    all_reduce(tensor)
+    record["reduced"].append(tensor.tolist())
+    record["ranks"] = dist.get_world_size()
+
+def spy_save(*arguments):
+    record["saves"] += 1
+    save(*arguments)
+
+torch.randn_like, dist.all_reduce, torch.save = spy_randn_like, spy_all_reduce, spy_save
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+save(record, f"record{os.environ['RANK']}.pt")
+"""
+
+
+def in_order(batch):
+    """Return a batch's rows in an order of their own, whichever ranks had them."""
+    return batch[batch[:, 0].argsort()]
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def losses(screen):
+    return [float(number) for number in re.findall(r"loss ([\d.]+)", screen)]
+
+
+def execute(arguments, folder, processes):
+    """Run a command in `folder` to its end and return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    if torch.cuda.device_count() < processes:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            stdout, stderr = child.communicate(timeout=300)
+        finally:
+            child.terminate()  # torchrun then ends its ranks; SIGKILL would orphan them
+    assert child.returncode == 0, stdout + stderr
+    return stdout
+
+
+def launch(processes, folder):
+    """Run after.py under torchrun, without noise; return what all its ranks did."""
+    (folder / "spy.py").write_text(SPY)
+    arguments = ["-m", "torch.distributed.run", "--standalone"]
+    arguments += [f"--nproc-per-node={processes}", "spy.py", str(AFTER), "--noise=0"]
+    screen = execute(arguments, folder, processes)
+    files = sorted(folder.glob("record*.pt"))
+    weights = torch.load(folder / "model.pt", map_location="cpu")
+    return SimpleNamespace(
+        screen=screen, weights=weights, ranks=[*map(torch.load, files)]
+    )
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return launch(1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """Return a function that runs a script in this process and returns its output."""
+
+    def run(script, *flags):
+        monkeypatch.setattr(sys, "argv", [str(script), *flags])
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        state = torch.get_rng_state()
+        with contextlib.redirect_stdout(io.StringIO()) as screen:
+            runpy.run_path(str(script), run_name="__main__")
+        torch.set_rng_state(state)
+        return screen.getvalue()
+
+    return run
+
+
+def test_before_trains(tmp_path):
+    screen = execute([str(BEFORE)], tmp_path, 1)
+    assert len(losses(screen)) == EPOCHS
+    assert losses(screen)[-1] < 0.5 * losses(screen)[0]
+    assert float(re.findall(r"accuracy ([\d.]+)%", screen)[-1]) > 90
+
+
+def test_two_processes_train_the_same_weights_as_one(one, two):
+    assert [rank["ranks"] for rank in one.ranks] == [1]
+    assert [rank["ranks"] for rank in two.ranks] == [2, 2]
+    assert largest_difference(one.weights, two.weights) <= 1e-10
+    assert one.screen == two.screen
+    assert losses(two.screen)[-1] < 0.5 * losses(two.screen)[0]
+
+
+def test_after_trains_the_same_weights_as_before(one, here, monkeypatch, tmp_path):
+    """Given the order of after.py's samples, before.py prints and saves the same."""
+    epochs = iter(range(1, EPOCHS + 1))
+
+    def order(sampler):
+        generator = torch.Generator().manual_seed(next(epochs))
+        indices = torch.randperm(len(sampler), generator=generator).tolist()
+        return iter(indices[: STEPS * BATCH_SIZE])
+
+    monkeypatch.setattr(torch.utils.data.RandomSampler, "__iter__", order)
+    torch.set_default_dtype(torch.float64)
+    try:
+        screen = here(BEFORE, "--noise=0")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    weights = torch.load(tmp_path / "model.pt")  # also the same names: no "module."
+    assert screen == one.screen
+    assert largest_difference(weights, one.weights) <= 1e-10
+
+
+def test_ranks_share_each_global_batch(one, two):
+    (whole,), shards = one.ranks, two.ranks
+    assert len(whole["batches"]) == EPOCHS * STEPS
+    steps = zip(whole["batches"], *(rank["batches"] for rank in shards), strict=True)
+    for expected, *parts in steps:
+        assert [len(part) for part in parts] == [BATCH_SIZE // 2] * 2
+        assert torch.equal(in_order(torch.cat(parts)), in_order(expected))
+    firsts = torch.stack(whole["batches"][::STEPS])
+    assert len(firsts.unique(dim=0)) == EPOCHS  # every epoch has an order of its own
+
+
+def test_every_rank_draws_noise_of_its_own(two):
+    first, second = (torch.stack(rank["noise"]) for rank in two.ranks)
+    assert not (first == second).any()
+
+
+def test_evaluation_counts_every_sample_once(one, two):
+    """The sums are those of the whole set, and the printed metrics come from them."""
+    assert two.ranks[0]["reduced"] == two.ranks[1]["reduced"]
+    for run in (one, two):
+        sums = run.ranks[0]["reduced"]
+        assert [seen for _, _, seen in sums] == [VAL_SIZE] * EPOCHS
+        assert run.screen.splitlines() == [
+            f"epoch {epoch}: loss {loss / seen:.4f}, accuracy {correct / seen:.2%}"
+            for epoch, (loss, correct, seen) in enumerate(sums, 1)
+        ]
+    singles, sharded = (torch.tensor(run.ranks[0]["reduced"]) for run in (one, two))
+    torch.testing.assert_close(singles, sharded, rtol=1e-10, atol=0)
+
+
+def test_only_rank_0_writes(one, two):
+    assert [rank["saves"] for rank in one.ranks + two.ranks] == [1, 1, 0]
+
+
+def test_plain_python_names_torchrun(here, monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="^2$"):
+        here(AFTER)
+    assert "torchrun --standalone --nproc-per-node" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_that_cannot_be_divided(here, monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="^2$"):
+        here(AFTER, "--batch-size=63")
+    assert "--batch-size must be divisible" in capsys.readouterr().err
+
+
+# ---- the diff ------------------------------------------------------------------------
+def hunks():
+    """Return the changed lines of the diff, one list of lines for each hunk."""
+    before, after = (path.read_text().splitlines() for path in (BEFORE, AFTER))
+    found = []
+    for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]:
+        if line.startswith("@@"):
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def test_lengths():
+    lengths = {path: path.read_text().splitlines() for path in (BEFORE, AFTER)}
+    lengths["diff"] = [line for hunk in hunks() for line in hunk]
+    counted = {name: len(lines) for name, lines in lengths.items()}
+    print("\n" + str({getattr(k, "name", k): n for k, n in counted.items()}))
+    assert all(counted[name] <= BUDGET[name] for name in BUDGET), counted
+    assert max(len(line) for path in (BEFORE, AFTER) for line in lengths[path]) <= 88
+
+
+@pytest.mark.parametrize("path", [BEFORE, AFTER], ids=lambda path: path.name)
+def test_self_contained(path):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        names += (
+            [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        )
+    assert {name.split(".")[0] for name in names} <= {"argparse", "gc", "os", "torch"}
+
+
+def test_every_hunk_says_why():
+    for hunk in hunks():
+        added = [line[1:] for line in hunk if line.startswith("+")]
+        plain = ("import ", "from ", '"""')
+        code = [line for line in added if not line.startswith(plain)]
+        assert not any(code) or any("# " in line for line in code), "\n".join(hunk)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'int(os.environ["LOCAL_RANK"])',
+        "torch.cuda.set_device(device)",
+        'dist.init_process_group("nccl", device_id=device)',
+        'dist.init_process_group("gloo")',
+        "local_batch_size = args.batch_size // world_size",
+        "sampler = DistributedSampler(train_set, drop_last=True)",
+        "sampler=sampler, drop_last=True",
+        "sampler.set_epoch(epoch)",
+        "torch.manual_seed(rank)",
+        "DistributedDataParallel(model)",
+        "Subset(val_set, range(rank, len(val_set), world_size))",
+        "dist.all_reduce(sums)",
+        "if rank == 0:",
+        "gc.collect()",
+        "dist.destroy_process_group()",
+    ],
+)
+def test_the_checklist_is_in_the_diff(text):
+    added = [line for hunk in hunks() for line in hunk if line.startswith("+")]
+    assert any(text in line.partition("#")[0] for line in added)
+
+
+def test_shuffle_is_off():
+    removed = [line for hunk in hunks() for line in hunk if line.startswith("-")]
+    assert any("shuffle=True" in line for line in removed)
+    calls = [
+        n for n in ast.walk(ast.parse(AFTER.read_text())) if isinstance(n, ast.Call)
+    ]
+    assert not any(word.arg == "shuffle" for call in calls for word in call.keywords)
