@@ -82,11 +82,11 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
         target = target.to(args.device, non_blocking=True)
         output = model(images)
         loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        meter.update(loss, output, target)
     return meter.compute()
 
 

@@ -41,6 +41,7 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
+    # [04] torchrun is not there to be told
     parser.add_argument("--nproc", type=positive_int, help="number of processes")
     args = parser.parse_args()
     # [03] otherwise DDP raises a ValueError that does not name the flag
@@ -124,11 +125,11 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
         target = target.to(args.device, non_blocking=True)
         output = model(images)
         loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        meter.update(loss, output, target)
     # [03] otherwise the metrics are those of rank 0's images alone
     dist.all_reduce(meter.sums)
     return meter.compute()

@@ -40,6 +40,7 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
+    # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
         "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
     )
@@ -147,6 +148,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         with autocast(args):
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
         optimizer.zero_grad()
         # [05] otherwise small gradients become zero in fp16
         scaler.scale(loss).backward()
@@ -160,7 +162,6 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         else:
             skip_step(step, loss, scaler)
         scaler.update()
-        meter.update(loss, output, target)
     # [03] otherwise the metrics are those of rank 0's images alone
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -176,7 +177,7 @@ def evaluate(args, model, loader):
     for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        with autocast(args):
+        with autocast(args):  # [05] evaluate in the precision of the training
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
         meter.update(loss, output, target)
@@ -201,13 +202,13 @@ def run(args):
         nesterov=True,
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
-    # [05] only fp16 needs it: the other formats have the range of float32
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # [03] averages the gradients during backward; `model` is what is saved
     wrapped = nn.parallel.DistributedDataParallel(model)
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
+    # [05] only fp16 needs it: the other formats have the range of float32
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler, scaler

@@ -49,18 +49,21 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
+    # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
         "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
     )
     parser.add_argument(
         "--clip-grad", type=positive_float, help="clip the gradients to this norm"
     )
+    # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
         "--grad-accum-steps",
         type=positive_int,
         default=1,
         help="micro-batches that each process splits its part of the batch into",
     )
+    # [09] on a disk that every node sees, and that outlives the job
     parser.add_argument(
         "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
     )
@@ -73,6 +76,7 @@ def parse_args():
     parser.add_argument(
         "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
     )
+    # [07] for what does not add up over shards, a confusion matrix for instance
     parser.add_argument(
         "--save-logits",
         type=writable_file,
@@ -181,12 +185,12 @@ def accumulate_gradients(args, model, batch, scaler, meter):
             with autocast(args):
                 output = model(images)
                 loss = nn.functional.cross_entropy(output, target)
+            meter.update(loss, output, target)
             # [08] not 1 / N: micro-batches can differ in size by one image
             weight = len(target) / len(batch[1])
+            mean_loss += loss.detach() * weight
             # [05] otherwise small gradients become zero in fp16
             scaler.scale(loss * weight).backward()
-        meter.update(loss, output, target)
-        mean_loss += loss.detach() * weight
     return mean_loss
 
 
@@ -216,6 +220,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler, ck
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
         torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))
         optimizer.zero_grad()
+        # [08] one micro-batch after the other: their gradients add up
         loss = accumulate_gradients(args, model, batch, scaler, meter)
         # [05] otherwise clipping sees the scaled gradients
         scaler.unscale_(optimizer)
@@ -267,7 +272,7 @@ def evaluate(args, model, loader):
     for images, target in batches:
         images = images.to(args.device, args.dtype, non_blocking=True)
         target = target.to(args.device, non_blocking=True)
-        with autocast(args):
+        with autocast(args):  # [05] evaluate in the precision of the training
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
         meter.update(loss, output, target)
@@ -317,13 +322,13 @@ def run(args):
         nesterov=True,
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
-    # [05] only fp16 needs it: the other formats have the range of float32
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # [03] averages the gradients during backward; `model` is what is saved
     wrapped = nn.parallel.DistributedDataParallel(model)
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
+    # [05] only fp16 needs it: the other formats have the range of float32
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     warm_up_ddp(args, wrapped, train_loader)
     # [09] everything that has a state: without the momentum, say, the next step differs
     ckpt = Checkpointer(args, train_loader, model, optimizer, scheduler, scaler)

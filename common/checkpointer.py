@@ -9,8 +9,9 @@ import torch
 from common import checkpoint
 from common.args import fail
 
-# A run may resume with other values of these flags: they do not change the weights, or,
-# like --device, only by rounding. Every other flag must be the same.
+# A run may resume with other values of these flags; all others must be the same. Two of
+# them can change the weights: --device does by rounding, and --grad-accum-steps does,
+# like the number of processes, in a network with batch norm or dropout.
 HARMLESS_FLAGS = {
     "checkpoint_dir",
     "checkpoint_every",
@@ -37,9 +38,10 @@ def read(path):
     """
     try:
         with zipfile.ZipFile(path) as file:
-            corrupt = file.testzip()  # the checksums, which torch.load does not check
-        state = None if corrupt else checkpoint.load(path)
-    except Exception as error:  # a flipped bit can raise anything: KeyError, NotImpl...
+            if file.testzip():  # torch.load does not look at the checksums
+                raise ValueError("a checksum does not match")
+        state = checkpoint.load(path)
+    except Exception as error:  # a flipped bit can raise anything, even KeyError
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{path} ({reason})") from error
     if not isinstance(state, dict) or not state.keys() >= KEYS:
@@ -69,7 +71,10 @@ class Checkpointer:
             for name, value in vars(args).items()
             if name not in HARMLESS_FLAGS
         }
-        self.num_images = len(loader.dataset)
+        self.circumstances = {
+            "num_images": len(loader.dataset),
+            "torch_version": str(torch.__version__),
+        }
         parts = (model, optimizer, scheduler, scaler)
         self.parts = dict(zip(PARTS, parts, strict=True))
         self.step = 0
@@ -78,33 +83,35 @@ class Checkpointer:
 
     def paths(self):
         """Return the paths of the checkpoints, the latest first."""
-        return (
-            sorted(self.folder.glob("step-*.pt"), reverse=True) if self.folder else []
-        )
+        if self.folder is None:
+            return []
+        return sorted(self.folder.glob("step-*.pt"), reverse=True)
 
     def find_latest(self):
-        """Return the path of the latest checkpoint that can be read; None if there is
-        none.
+        """Return the path of the latest readable checkpoint; None if there is none.
 
         A corrupt one is skipped, with a line on standard error. If all are corrupt, the
-        latest is returned, and `load` says what is wrong with it.
+        latest is returned, and `load` says what is wrong with it. Another size of the
+        training set or another version of torch is a warning.
         """
         for path in self.paths():
             try:
-                read(path)
+                state = read(path)
             except ValueError as error:
                 sys.stderr.write(f"skipping corrupt checkpoint {error}\n")
-            else:
-                return path
+                continue
+            for name, ours in self.circumstances.items():
+                if state[name] != ours:
+                    was = f"{path} was written with {name} {state[name]}, not {ours}"
+                    sys.stderr.write(f"warning: {was}\n")
+            return path
         return next(iter(self.paths()), None)
 
     def load(self, path):
-        """Return the state that a checkpoint holds, its tensors on the CPU; None for
-        None.
+        """Return the state in a checkpoint, its tensors on the CPU; None for None.
 
         A checkpoint that is corrupt, that another process cannot see, or that was
-        written with other flags ends the program with one line. Another size of the
-        training set or another version of torch is a warning.
+        written with other flags ends the program with one line.
         """
         if path is None:
             return None
@@ -120,14 +127,6 @@ class Checkpointer:
                 fail(
                     f"--checkpoint-dir: {path} was written with {flag} {saved}, not"
                     f" {ours}; use the same flags, or another directory"
-                )
-        for what, ours in (
-            ("num_images", self.num_images),
-            ("torch_version", str(torch.__version__)),
-        ):
-            if state[what] != ours:
-                sys.stderr.write(
-                    f"warning: {path} has {what} {state[what]}, now {ours}\n"
                 )
         return state
 
@@ -164,10 +163,7 @@ class Checkpointer:
             return
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"step": step, "sums": sums.cpu(), "flags": self.flags}
-        state |= {
-            "num_images": self.num_images,
-            "torch_version": str(torch.__version__),
-        }
+        state |= self.circumstances
         path = self.folder / f"step-{step:09}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -178,11 +174,10 @@ class Checkpointer:
             sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
 
     def prune(self, newest):
-        """Remove temporary files, and the checkpoints that --keep-checkpoints leaves
-        out.
+        """Remove temporary files, and all but --keep-checkpoints checkpoints.
 
-        Later checkpoints than the one just written are corrupt, or it would not have
-        been the latest to resume from: they go, too.
+        Checkpoints of later steps are corrupt: a run resumes from the latest readable
+        one. They are removed, too.
         """
         older = [path for path in self.paths() if path < newest]
         kept = {newest, *older[: self.keep - 1]}

@@ -97,8 +97,7 @@ class ImagesInFolder(datasets.ImageFolder):
 
 
 def digits():
-    """Return (images, labels) of 1,500 training and of 297 validation images, 8 x 8
-    pixels.
+    """Return (images, labels) of 1,500 training and 297 validation images, 8 x 8.
 
     These are scikit-learn's digits (E. Alpaydin and C. Kaynak, UCI, 1998, CC BY 4.0),
     kept in a file because importing scikit-learn takes seconds. The split does not
@@ -106,9 +105,8 @@ def digits():
     """
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
-    order = np.random.RandomState(0).permutation(
-        len(images)
-    )  # NumPy freezes this stream
+    # NumPy does not change what this generator draws.
+    order = np.random.RandomState(0).permutation(len(images))
     images = torch.from_numpy((images / 16 * 255).round().astype(np.uint8)[order])
     images, labels = images.reshape(-1, 1, 8, 8), torch.from_numpy(labels[order])
     return (images[:1500], labels[:1500]), (images[1500:], labels[1500:])

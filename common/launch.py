@@ -83,18 +83,17 @@ def die_with_parent(parent_pid):
     this one ends with exit code 1. A process that was started by hand, in a shell, is
     left alone, since the shell may end first.
     """
-    spawned = multiprocessing.parent_process() is not None
-    if not spawned and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sets it
+    parent = multiprocessing.parent_process()  # None unless multiprocessing started it
+    if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun sets it
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    if os.getppid() != parent_pid or (parent and not parent.is_alive()):
         sys.exit(1)
 
 
 def catch_signals():
-    """Record SIGTERM and SIGUSR1 from now on instead of ending; return the list of
-    them.
+    """Record SIGTERM and SIGUSR1 instead of ending; return the list they go to.
 
     The list holds the signals' numbers. Launchers may send a signal twice, the second
     time while the first is being handled: appending to a list is safe then.

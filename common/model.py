@@ -65,11 +65,11 @@ def replace(model, old, new):
 def from_torchvision(args, channels, classes, size):
     """Return a torchvision model for images [B, channels, size, size]."""
     # Without the auxiliary classifiers of these two there is one output, and one loss.
-    options = (
-        {"aux_logits": False} if args.arch in ("googlenet", "inception_v3") else {}
-    )
-    if options and not args.pretrained:
-        options["init_weights"] = True
+    options = {}
+    if args.arch in ("googlenet", "inception_v3"):
+        options["aux_logits"] = False
+        if not args.pretrained:
+            options["init_weights"] = True
     if args.arch.startswith("vit"):
         options["image_size"] = size
     if args.pretrained:
@@ -92,11 +92,8 @@ def from_torchvision(args, channels, classes, size):
         replace(model, first, conv_like(first, channels))
     # The usual stem for small images, which a ResNet's first layers would shrink to a
     # quarter of their size.
-    if (
-        size <= 64
-        and not args.pretrained
-        and isinstance(model, torchvision.models.ResNet)
-    ):
+    is_resnet = isinstance(model, torchvision.models.ResNet)
+    if is_resnet and size <= 64 and not args.pretrained:
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
