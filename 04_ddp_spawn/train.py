@@ -194,8 +194,7 @@ def main():
     with TemporaryDirectory() as folder:
         context = mp.spawn(worker, (args, folder), args.nproc, join=False)
         try:
-            # [04] raises what a process raised, with its traceback
-            while not context.join():
+            while not context.join():  # [04] raises what a process raised
                 pass
         except mp.ProcessExitedException as error:
             # [04] exit code 2: a flag is wrong, and that process has said which

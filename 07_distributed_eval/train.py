@@ -165,8 +165,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         optimizer.zero_grad()
         # [05] otherwise small gradients become zero in fp16
         scaler.scale(loss).backward()
-        # [05] otherwise clipping sees the scaled gradients
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
         # [05] the same on every rank, since the gradients have been averaged
         if norm.isfinite():

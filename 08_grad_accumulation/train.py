@@ -198,8 +198,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         optimizer.zero_grad()
         # [08] one micro-batch after the other: their gradients add up
         loss = accumulate_gradients(args, model, batch, scaler, meter)
-        # [05] otherwise clipping sees the scaled gradients
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
         # [05] the same on every rank, since the gradients have been averaged
         if norm.isfinite():

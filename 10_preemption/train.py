@@ -245,8 +245,7 @@ def train_one_epoch(
         optimizer.zero_grad()
         # [08] one micro-batch after the other: their gradients add up
         loss = accumulate_gradients(args, model, batch, scaler, meter)
-        # [05] otherwise clipping sees the scaled gradients
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
         # [05] the same on every rank, since the gradients have been averaged
         if norm.isfinite():
@@ -324,9 +323,8 @@ def evaluate(args, model, loader):
 
 # ---- 6. the run ----------------------------------------------------------------------
 def warm_up_ddp(args, model, loader):
-    """Run one backward pass that changes no weight."""
-    # [09] DDP arranges its gradient buckets after the first one; with three or more
-    # processes the arrangement decides the last bits of the averages
+    """Run one backward pass, after which DDP rebuilds its gradient buckets."""
+    # [09] with three or more processes the buckets decide the last bits of averages
     image, _ = loader.dataset[0]
     model.eval()(image[None].to(args.device, args.dtype)).sum().backward()
     model.zero_grad()
