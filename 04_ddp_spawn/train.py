@@ -41,7 +41,7 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
-    # [04] torchrun is not there to be told
+    # [04] no launcher says how many
     parser.add_argument("--nproc", type=positive_int, help="number of processes")
     args = parser.parse_args()
     # [03] otherwise DDP raises a ValueError that does not name the flag

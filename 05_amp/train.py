@@ -43,7 +43,7 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
-    # [04] torchrun is not there to be told
+    # [04] no launcher says how many
     parser.add_argument("--nproc", type=positive_int, help="number of processes")
     # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
@@ -126,7 +126,7 @@ def make_loaders(args):
 # ---- 4. one training epoch -----------------------------------------------------------
 def autocast(args):
     """Return the context of a forward pass in the precision that --amp asks for."""
-    # [05] convolutions and matrix products in low precision, sums and losses in float32
+    # [05] convolutions and matrix products in low precision, losses in float32
     dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
     return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
 

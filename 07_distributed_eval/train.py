@@ -133,7 +133,7 @@ def make_loaders(args):
 # ---- 4. one training epoch -----------------------------------------------------------
 def autocast(args):
     """Return the context of a forward pass in the precision that --amp asks for."""
-    # [05] convolutions and matrix products in low precision, sums and losses in float32
+    # [05] convolutions and matrix products in low precision, losses in float32
     dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
     return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
 
