@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; `make help` lists the others.
+# README shows `make demo` and `make test`; `make help` lists the other commands.
 
 PYTHON ?= python3
 PY = .venv/bin/python
@@ -9,21 +9,22 @@ SITE_INSTALLED = .venv/site-installed
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
-	@echo "make test             run the whole test suite (ARGS=... is passed to pytest)"
-	@echo "make benchmark        measure the stages against their limit (ARGS=... is passed on)"
+	@echo "make test             run the tests (ARGS=... is passed to pytest)"
+	@echo "make test ARGS=--all  run the tests and the sweeps, as CI does"
+	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
-	@echo "make notebooks        run the notebooks again and store their outputs"
-	@echo "make diff A=03 B=04   what a stage changes"
-	@echo "make propagate        carry an edit of a stage's script down the chain"
+	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
+	@echo "make diff A=03 B=04   show what a stage changes"
+	@echo "make propagate        carry an edit of a stage's script down the chain (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
-	@echo "make exits            start each launched stage 100 times, count the failures"
+	@echo "make exits            start each launched stage 100 times; count the failures"
 
-# A virtual environment in this folder; made once, and again when the requirements change.
+# A virtual environment in .venv: made once, and again when the requirements change.
 $(INSTALLED): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "Python 3.10 or later is needed; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	  || { echo "Python 3.10 or later is needed; to name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-	  || { echo "Python's venv is missing; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	  || { echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@touch $@
@@ -50,7 +51,7 @@ diff:
 	@diff -u --color=auto $(A)_*/train.py $(B)_*/train.py; test $$? -lt 2
 
 propagate: $(INSTALLED)
-	@$(PY) -m tools.propagate
+	@$(PY) -m tools.propagate $(FROM)
 
 $(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -r docs/requirements.txt

@@ -1,10 +1,11 @@
-"""Run a stage's script, and count what its processes tell each other from step to step.
+"""Run a stage's script, and count what its processes send to each other in each step.
 
-torchrun --standalone --nproc-per-node=2 benchmarks/counted.py FILE 03_ddp_launch/train.py FLAGS
+torchrun --standalone --nproc-per-node=2 -m benchmarks.counted \
+FILE 03_ddp_launch/train.py FLAGS
 
-torch's profiler sees every collective of gloo and of nccl, also those that DDP starts by itself.
-FILE gets, per optimizer step, the number and the bytes of each kind that one process gives to the
-others, and the largest memory that was allocated on its GPU.
+torch's profiler sees every collective of gloo and of nccl, including those that DDP
+starts. FILE gets, per optimizer step, the number of collectives of each kind and the
+bytes that one process contributes to them, and the peak memory allocated on its GPU.
 """
 
 import functools
@@ -22,12 +23,19 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-FIRST, LAST = 2, 7  # it looks from the end of one step to the end of the other
-BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
+FIRST, LAST = 2, 7  # counted from the end of one step to the end of the other
+BYTES = {
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+}
 
 
 def sent(profiler, steps):
-    """Return {collective: {"calls": per step, "bytes": per step}} that a profiler has seen."""
+    """Return what a profiler saw: {collective: {"calls": per step, "bytes": ...}}."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
@@ -42,11 +50,14 @@ def sent(profiler, steps):
             seen["calls"] += 1
             for shape, kind in zip(shapes, kinds, strict=True):
                 seen["bytes"] += math.prod(shape) * BYTES[kind]
-    return {name: {k: n / steps for k, n in seen.items()} for name, seen in found.items()}
+    return {
+        name: {key: total / steps for key, total in seen.items()}
+        for name, seen in found.items()
+    }
 
 
 def count(path):
-    """Have the process write into the file `path` what it sends between the two steps."""
+    """Have this process write to `path` what it sends between the two steps."""
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     )
@@ -59,15 +70,16 @@ def count(path):
         elif step == LAST:
             profiler.stop()
             if not dist.is_initialized() or dist.get_rank() == 0:
-                memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-                seen = {"per_step": sent(profiler, LAST - FIRST), "gpu_bytes": memory}
+                seen = {"per_step": sent(profiler, LAST - FIRST), "gpu_bytes": None}
+                if torch.cuda.is_available():
+                    seen["gpu_bytes"] = torch.cuda.max_memory_allocated()
                 Path(path).write_text(json.dumps(seen))
 
     register_optimizer_step_post_hook(after_step)
 
 
 def counted(path, function, rank, *arguments):
-    """Be a process that the script has spawned."""
+    """Entry point of a process that the script spawns."""
     count(path)
     function(rank, *arguments)
 
@@ -85,6 +97,7 @@ def main():
 
 
 if __name__ == "__main__":
-    from benchmarks.counted import main  # in it `counted` has a name that spawned processes find
+    # In this module, unlike in __main__, a spawned process finds `counted`.
+    from benchmarks.counted import main
 
     main()

@@ -5,15 +5,15 @@ from docutils import nodes
 project = html_title = "Distributed training in PyTorch"
 extensions = ["myst_nb"]
 exclude_patterns = [".*"]
-smartquotes = False  # a flag in a text keeps both its hyphens
+smartquotes = False  # otherwise the two hyphens of a flag become a dash
 
-# The outputs are those that the notebooks are stored with.
+# The notebooks are shown with the outputs that they are stored with.
 nb_execution_mode = "off"
 nb_merge_streams = True
 nb_render_image_options = {"alt": "what the cell above draws"}
 
 myst_heading_anchors = 6  # links to headings, by the names that GitHub gives them
-myst_enable_extensions = []  # no formulas: what draws them would come from another host
+myst_enable_extensions = []  # no formulas: MathJax would come from another host
 
 html_theme = "sphinx_book_theme"
 html_theme_options = {
@@ -28,11 +28,12 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_use_index = False
-html_show_search_summary = False  # it needs a server; the site is read from a folder too
+# A summary needs a server, and the site can also be read from a folder.
+html_show_search_summary = False
 
 
-def link_line_numbers(app, doctree):
-    """Give line 12 of a script the address #L-12, and its number a link there."""
+def link_line_numbers(_app, doctree):
+    """Give line 12 of a script the address #L-12, and link its number to it."""
     for block in doctree.findall(nodes.literal_block):
         if block.get("linenos"):
             block["highlight_args"] |= {"linespans": "L", "anchorlinenos": True}

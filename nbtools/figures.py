@@ -1,4 +1,4 @@
-"""The drawings in the notebooks. They show how something works; nothing in them is measured."""
+"""The drawings in the notebooks. They explain; nothing in them is measured."""
 
 import math
 
@@ -6,13 +6,15 @@ import matplotlib.pyplot as plt
 import torch
 
 
-def box(axis, x, y, text, colour="tab:green"):
-    style = {"boxstyle": "round,pad=0.6", "facecolor": colour, "alpha": 0.35}
+def box(axis, x, y, text, color="tab:green"):
+    style = {"boxstyle": "round,pad=0.6", "facecolor": color, "alpha": 0.35}
     axis.text(x, y, text, ha="center", va="center", bbox=style)
 
 
-def arrow(axis, start, end, colour="black", style="->"):
-    axis.annotate("", end, start, arrowprops={"arrowstyle": style, "color": colour, "lw": 1.5})
+def arrow(axis, start, end, color="black", style="->"):
+    axis.annotate(
+        "", end, start, arrowprops={"arrowstyle": style, "color": color, "lw": 1.5}
+    )
 
 
 def canvas(height, xlim, ylim):
@@ -38,12 +40,14 @@ def one_process_and_four_gpus():
     ]
     _, axis = plt.subplots(figsize=(10, 2.6))
     start = 0
-    for name, length, colour in steps:
-        for row in [3] if colour == alone else range(4):
-            axis.barh(row, length, left=start, color=colour, edgecolor="white")
+    for name, length, color in steps:
+        for row in [3] if color == alone else range(4):
+            axis.barh(row, length, left=start, color=color, edgecolor="white")
         axis.text(start + length / 2, 3.55, name, rotation=30, fontsize=8)
         start += length
-    axis.set(yticks=range(4), yticklabels=["GPU 3", "GPU 2", "GPU 1", "GPU 0"], xticks=[])
+    axis.set(
+        yticks=range(4), yticklabels=["GPU 3", "GPU 2", "GPU 1", "GPU 0"], xticks=[]
+    )
     axis.set_xlabel("time (drawn, not measured)")
     axis.spines[["top", "right"]].set_visible(False)
     plt.show()
@@ -65,31 +69,38 @@ def one_process_per_device():
 
 
 def a_parent_and_its_children():
-    """Draw a parent that spawns two processes, which meet in a file."""
+    """Draw a parent that spawns two processes, which meet through a file."""
     axis = canvas(2.6, (-2, 9), (-0.7, 2.7))
-    box(axis, 0, 1, "parent: python train.py\nreads flags, waits")
+    box(axis, 0, 1, "parent: python train.py\nparses flags, waits")
     box(axis, 7.5, 1, "a file in a new\ntemporary folder", "tab:orange")
     for rank, y in ((0, 2), (1, 0)):
         box(axis, 4, y, f"worker({rank}, args, folder)")
         arrow(axis, (1.5, 1), (2.7, y))
         arrow(axis, (5.3, y), (6.4, 1), "tab:orange", "<->")
     axis.text(2, 1, "spawn", ha="center", va="center")
-    axis.text(5.5, 1, "meet", ha="center", va="center", color="tab:orange")
+    axis.text(5.5, 1, "rendezvous", ha="center", va="center", color="tab:orange")
     plt.show()
 
 
 def three_number_formats():
-    """Draw the bits of float32, bfloat16 and float16, and the numbers that they can hold."""
+    """Draw the bits of float32, bfloat16 and float16, and the range of each."""
     formats = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
     _, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4), width_ratios=(1.15, 1))
     for row, (name, (exponent, fraction)) in enumerate(formats.items()):
         start = 0
-        for bits, colour in ((1, "tab:gray"), (exponent, "tab:orange"), (fraction, "tab:blue")):
+        for bits, color in (
+            (1, "tab:gray"),
+            (exponent, "tab:orange"),
+            (fraction, "tab:blue"),
+        ):
             for n in range(bits):
-                left.barh(row, 0.9, left=start + n, color=colour, alpha=0.6)
+                left.barh(row, 0.9, left=start + n, color=color, alpha=0.6)
             start += bits
         info = torch.finfo(getattr(torch, name))
-        ends = [math.log10(x) for x in (info.smallest_normal * info.eps, info.tiny, info.max)]
+        ends = [
+            math.log10(x)
+            for x in (info.smallest_normal * info.eps, info.tiny, info.max)
+        ]
         right.barh(row, ends[2] - ends[1], left=ends[1], color="tab:green", alpha=0.6)
         right.barh(row, ends[1] - ends[0], left=ends[0], color="tab:green", alpha=0.25)
         text = f"{10 ** (ends[0] % 1):.0f}e{math.floor(ends[0])} to {info.max:.0e}"
@@ -107,8 +118,15 @@ def three_number_formats():
 def allocation_step_task():
     """Draw a Slurm job on two nodes, with the tasks of one step and their ranks."""
     axis = canvas(3.2, (-0.3, 10.3), (-0.6, 3.6))
-    axis.add_patch(plt.Rectangle((0, -0.4), 10, 3.8, fill=False, ec="tab:gray", ls="--"))
-    axis.text(0.15, 3.1, "job = allocation: the nodes are yours until it ends", color="tab:gray")
+    axis.add_patch(
+        plt.Rectangle((0, -0.4), 10, 3.8, fill=False, ec="tab:gray", ls="--")
+    )
+    axis.text(
+        0.15,
+        3.1,
+        "job = allocation: the nodes are yours until it ends",
+        color="tab:gray",
+    )
     axis.add_patch(plt.Rectangle((0.3, 0.8), 9.4, 2, color="tab:blue", alpha=0.12))
     axis.text(0.45, 2.45, "step: what one srun starts, on all nodes", color="tab:blue")
     for node, x in (("node1", 0.5), ("node2", 5.2)):
@@ -137,20 +155,20 @@ def all_reduce_and_its_relatives():
         for rank, value in enumerate(values):
             y = 3 - rank
             axis.text(-1.2, y, f"rank {rank}", va="center")
-            colour = "tab:green" if value else "tab:gray"
-            box(axis, 1, y, value or "\u2013", colour)
+            color = "tab:green" if value else "tab:gray"
+            box(axis, 1, y, value or "\u2013", color)
     plt.show()
 
 
 def one_step_in_parts():
-    """Draw an optimizer step of two processes, each with its share of the batch in three parts."""
-    axis = canvas(2.4, (-1.1, 10.3), (-0.6, 2.2))
+    """Draw an optimizer step of two processes, each with three micro-batches."""
+    axis = canvas(2.4, (-1.4, 10.3), (-0.6, 2.2))
     for rank, y in ((0, 1.5), (1, 0)):
-        axis.text(-0.3, y, f"rank {rank}", ha="right", va="center", weight="bold")
-        for part in range(3):
-            box(axis, 0.5 + 2.3 * part, y, f"part {part + 1}\nforward,\nbackward")
-            if part:
-                axis.text(2.3 * part - 0.65, y, "+", ha="center", va="center", size=14)
+        axis.text(-0.6, y, f"rank {rank}", ha="right", va="center", weight="bold")
+        for n in range(3):
+            box(axis, 0.5 + 2.3 * n, y, f"micro-batch {n + 1}\nforward,\nbackward")
+            if n:
+                axis.text(2.3 * n - 0.65, y, "+", ha="center", va="center", size=14)
         box(axis, 9.3, y, "optimizer\nstep", "tab:orange")
         arrow(axis, (5.9, y), (8.5, y))
     arrow(axis, (6.9, 0.1), (6.9, 1.4), "tab:red", "<->")
@@ -159,7 +177,7 @@ def one_step_in_parts():
 
 
 def killed_and_started_again():
-    """Draw a run that is killed between two checkpoints, and the one that goes on from the last."""
+    """Draw a run that is killed, and the run that resumes from its checkpoint."""
     axis = canvas(2.4, (-1.4, 10.5), (-0.9, 2))
     for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 4, 10)):
         axis.text(-0.2, y, name, ha="right", va="center", weight="bold")
@@ -169,9 +187,31 @@ def killed_and_started_again():
     axis.plot(6, 1.3, "o", color="white", mec="tab:red", ms=12)
     axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
     axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
-    axis.text(4, 1.62, "whole", color="tab:green", ha="center")
-    axis.text(6, 1.62, "damaged by the disk", color="tab:red", ha="center")
+    axis.text(4, 1.62, "valid", color="tab:green", ha="center")
+    axis.text(6, 1.62, "corrupt", color="tab:red", ha="center")
     arrow(axis, (4, 1.1), (4, 0.1), "tab:green")
-    axis.text(3.9, 0.6, "goes on from here", color="tab:green", ha="right", va="center")
-    axis.text(5.5, -0.55, "the steps since then once more, on the same images", ha="center")
+    axis.text(3.9, 0.6, "resumes from here", color="tab:green", ha="right", va="center")
+    axis.text(
+        5.5, -0.55, "the steps since then are repeated, on the same images", ha="center"
+    )
+    plt.show()
+
+
+def a_vote_and_a_step():
+    """Draw two ranks that agree on a signal while they take the next step."""
+    axis = canvas(2.9, (-1.3, 10.6), (-0.9, 2.5))
+    for rank, y in ((0, 1.5), (1, 0)):
+        axis.text(-0.5, y, f"rank {rank}", ha="right", va="center", weight="bold")
+        for step, x in ((36, 1), (37, 5)):
+            box(axis, x, y, f"       step {step}       ")
+        box(axis, 8.9, y, "save" if rank == 0 else "wait", "tab:orange")
+        arrow(axis, (7.3, y), (8.3, y))
+    axis.plot(1, -0.4, "^", color="tab:red", ms=9)
+    axis.text(1, -0.8, "SIGTERM", color="tab:red", ha="center")
+    arrow(axis, (3, 0.1), (3, 1.4), "tab:red", "<->")
+    axis.text(3, 2.2, "cast the vote\n(nobody waits)", ha="center", color="tab:red")
+    axis.plot([3, 7], [0.75, 0.75], ":", color="tab:red")
+    arrow(axis, (6.9, 0.75), (7.05, 0.75), "tab:red")
+    axis.text(7, 2.2, "read the result:\nall stop here", ha="center", color="tab:red")
+    axis.plot([7, 7], [-0.3, 1.9], color="tab:red", lw=1)
     plt.show()

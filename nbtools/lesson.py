@@ -1,4 +1,4 @@
-"""What the notebooks use: launch a stage, show what changed, compare weights, draw curves."""
+"""What the notebooks use: launch a stage, show a diff, compare weights, draw curves."""
 
 import difflib
 import os
@@ -7,31 +7,30 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
-from pathlib import Path
-
-from common.checkpoint import load
-from common.checkpoint import read_metrics
 
 import matplotlib.pyplot as plt
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-BANNER = "# ---- "
-HEAD = "docstring and imports"
+from common.checkpoint import load
+from common.checkpoint import read_metrics
+from nbtools.sections import ROOT
+from nbtools.sections import sections
 
 
 def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
     """Run `python ARGUMENTS` from the repository's folder and print what it prints.
 
-    arguments: a list of strings; variables: put into the environment (None takes one out), besides
-    OMP_NUM_THREADS=1. Standard error, where the progress goes, is not printed, and with `quiet`
-    nothing is. Returns the subprocess.CompletedProcess, with both outputs as text.
+    arguments: a list of strings; variables: environment variables to set (None removes
+    one), in addition to OMP_NUM_THREADS=1. Standard error, where the progress goes, is
+    not printed; with `quiet`, neither is standard output. Returns the
+    subprocess.CompletedProcess, with both outputs as text.
 
-    Raises CalledProcessError if the child fails, or with `fails=True` if it does not. It is killed
-    after `seconds`. Whatever ends this call ends the child and the processes it started.
+    Raises CalledProcessError if the child fails, or with `fails=True` if it does not.
+    It is killed after `seconds`. Whatever ends this call also ends the child and the
+    processes that it started.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    environment = {name: value for name, value in environment.items() if value is not None}
+    environment = {k: v for k, v in environment.items() if v is not None}
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [sys.executable, *map(str, arguments)],
@@ -59,30 +58,20 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
     done = subprocess.CompletedProcess(arguments, child.returncode, output, progress)
     if bool(done.returncode) != fails:
         print(progress)
-        raise subprocess.CalledProcessError(child.returncode, arguments, output, progress)
+        raise subprocess.CalledProcessError(
+            child.returncode, arguments, output, progress
+        )
     return done
 
 
 def kill_process_tree(child):
-    """Kill a child that `launch` started, with all that descends from it."""
+    """Kill a child that `launch` started, and all its descendants."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(child.pid)
         for member in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
     child.wait()
-
-
-def sections(stage):
-    """Return {title: lines} of a stage's script, in its own order; the part above is HEAD."""
-    title, parts = HEAD, {HEAD: []}
-    for line in (ROOT / stage / "train.py").read_text().splitlines():
-        if line.startswith(BANNER):
-            title = line.strip("# -")
-            parts[title] = []
-        else:
-            parts[title].append(line)
-    return {title: "\n".join(lines).strip("\n").split("\n") for title, lines in parts.items()}
 
 
 def show(stage, section):
@@ -93,7 +82,8 @@ def show(stage, section):
 def diff(before, after, section):
     """Return the lines of a unified diff of one section of two stages' scripts.
 
-    It has two lines of context, and no line numbers: those would count from the section's start.
+    It has two lines of context and no line numbers, which would count from the start of
+    the section.
     """
     old, new = sections(before)[section], sections(after)[section]
     lines = list(difflib.unified_diff(old, new, n=2, lineterm=""))[2:]
@@ -101,11 +91,11 @@ def diff(before, after, section):
 
 
 def show_diff(before, after, section):
-    """Print the diff of one section of two stages' scripts, in colours that every page shows."""
-    colours = {"+": "32", "-": "31", "@": "36"}
+    """Print the diff of one section of two stages' scripts, in the 16 ANSI colors."""
+    colors = {"+": "32", "-": "31", "@": "36"}
     for line in diff(before, after, section):
-        colour = colours.get(line[0])
-        print(f"\x1b[{colour}m{line}\x1b[0m" if colour else line)
+        color = colors.get(line[0])
+        print(f"\x1b[{color}m{line}\x1b[0m" if color else line)
 
 
 def max_abs_diff(one, other):
@@ -113,21 +103,24 @@ def max_abs_diff(one, other):
     one, other = load(one), load(other)
     if one.keys() != other.keys():
         raise ValueError(f"different names: {sorted(one.keys() ^ other.keys())}")
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+    return max(
+        (one[name].double() - other[name].double()).abs().max().item() for name in one
+    )
 
 
 def check(exercise):
-    """Run a function that asserts what an exercise asks for, and say whether it is solved."""
+    """Run a function that asserts what an exercise asks for; print if it is solved."""
     try:
         exercise()
     except Exception as error:  # whatever a half-written answer raises
-        print(f"Not solved yet: {type(error).__name__}. {str(error).partition(chr(10))[0]}".strip())
+        reason = str(error).partition("\n")[0]
+        print(f"Not solved yet: {type(error).__name__}. {reason}".strip())
     else:
         print("Solved.")
 
 
 def draw_curves(runs):
-    """Plot the training loss and the validation accuracy of {label: folder given as --out-dir}."""
+    """Plot the training loss and validation accuracy of {label: its --out-dir}."""
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
     for (label, folder), marker in zip(runs.items(), "o+x^sv*", strict=False):
         rows = read_metrics(folder)

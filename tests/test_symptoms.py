@@ -1,23 +1,23 @@
-"""docs/symptoms.md: every row leads to a section that is there, and its words are shown there."""
+"""docs/symptoms.md: every row links to a section that shows its words."""
 
 import re
-
-from tests.harness import ROOT
 
 import nbformat
 import pytest
 
+from tools.stages import ROOT
+
 PAGE = ROOT / "docs/symptoms.md"
 
-# What readers want most, and what stands in a row of the page for it: words, and the link's end.
+# What readers ask for most, and a pattern of the row that answers it.
 WANTS = {
     "why does it hang": "in the middle of a run.*#when-it-hangs",
     "not equal to one GPU": "other weights than one.*#what-would-spoil-the-comparison",
     "batch size and learning rate": "global batch .* learning rate .*#3-data",
-    "the true figure from all GPUs": "accuracy .*#parts-put-together-wrongly",
+    "the exact accuracy from all GPUs": "accuracy .*#shards-combined-wrongly",
     "local_rank": "--local_rank.*---local_rank",
     "port in use": "EADDRINUSE.*#a-port-that-is-taken",
-    "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss-does-not-use",
+    "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss",
     "set_epoch": "every epoch.*#set_epoch-forgotten",
     "downloads by all ranks": "all ranks download.*#3-data",
     "Slurm's ranks": "SLURM_PROCID.*#slurm_procid-as-the-number-of-the-gpu",
@@ -25,11 +25,11 @@ WANTS = {
     "spawn in notebooks": "AttributeError.*#a-function-from-a-notebooks-cell",
     "not faster": "brings little.*#why-it-is-not-faster",
     "no_sync": "no_sync.*#no_sync-around-backward-only",
-    "order of mixed precision's calls": "in which order.*05_amp.ipynb#4-one-training-epoch",
+    "order of mixed precision's calls": "in which order.*05_amp.ipynb#4-one-training",
     "resuming exactly": "resumed run.*#what-the-usual-checkpoint-forgets",
     "uneven inputs": "uneven inputs.*#one-batch-more-than-the-others",
     "collectives under rank 0": "if rank == 0.*#a-collective-under-if-rank--0",
-    "the prefix module.": "module.0.weight.*#weights-that-nothing-else-can-load-module",
+    "the prefix module.": "module.0.weight.*#weights-that-nothing-else-can-load",
     "when SyncBatchNorm": "is SyncBatchNorm needed.*#1-flags",
     "augmentation per rank": "random crops.*#the-same-random-numbers-on-every-rank",
     "warnings at exit": "destroy_process_group.*#6-the-run",
@@ -38,13 +38,13 @@ WANTS = {
 
 
 def lines():
-    """Return the lines of the page's tables, without their heads."""
+    """Return the rows of the page's tables as lines, without their heads."""
     table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     return [line for line in table if line not in (table[0], "|---|---|---|")]
 
 
 def rows():
-    """Return, for each of these lines, what you see, the link's text, its notebook and section."""
+    """Return, for each row, what you see and the link's text, notebook and section."""
     row = re.compile(r"\| (.+) \| .+ \| \[(.+)\]\(\.\./(\w+)/\3\.ipynb#(\S+)\) \|")
     found = [row.fullmatch(line) for line in lines()]
     assert all(found), "not a row: " + lines()[found.index(None)]
@@ -57,18 +57,24 @@ def slug(heading):
 
 
 def shown(cell):
-    """Return the lines that a cell shows: text or code, and outputs without the colours."""
-    outputs = [o.get("text") or o.data.get("text/plain", "") for o in cell.get("outputs", [])]
-    return re.sub(r"\x1b\[\d+m", "", "\n".join([cell.source, *outputs])).splitlines()
+    """Return the lines that a cell shows: its source, and outputs without colors."""
+    outputs = [
+        output.get("text") or output.data.get("text/plain", "")
+        for output in cell.get("outputs", [])
+    ]
+    text = "\n".join([cell.source, *outputs])
+    return re.sub(r"\x1b\[\d+m", "", text).splitlines()
 
 
 def sections(notebook):
-    """Return {slug: (heading, lines)} of a notebook; the lines go on to the next such heading.
+    """Return {slug: (heading, lines)} of a notebook.
 
-    No two headings of a notebook may have the same slug.
+    A section's lines end at the next heading of its level. No two headings of a
+    notebook may have the same slug.
     """
     found, inside = {}, []
-    for cell in nbformat.read(ROOT / notebook / f"{notebook}.ipynb", as_version=4).cells:
+    book = nbformat.read(ROOT / notebook / f"{notebook}.ipynb", as_version=4)
+    for cell in book.cells:
         text = cell.cell_type == "markdown"
         fenced = False
         for line in shown(cell):
@@ -95,7 +101,7 @@ def test_what_readers_want_has_a_row(want):
 
 
 @pytest.mark.parametrize("notebook", sorted({row[2] for row in rows()}))
-def test_a_row_leads_to_a_section_that_is_there_and_shows_its_words(notebook):
+def test_a_row_links_to_a_section_that_shows_its_words(notebook):
     there = sections(notebook)
     for see, label, _, anchor in [row for row in rows() if row[2] == notebook]:
         assert anchor in there, f"{notebook} has no section {anchor}"
@@ -103,4 +109,5 @@ def test_a_row_leads_to_a_section_that_is_there_and_shows_its_words(notebook):
         assert label == f"{notebook[:2]}: {heading.removeprefix(f'{notebook[:2]} · ')}"
         for words in re.findall(r"`([^`]+)`", see):
             pattern = ".*".join(map(re.escape, words.split("...")))
-            assert any(re.search(pattern, line) for line in text), f"{label} does not show: {words}"
+            found = any(re.search(pattern, line) for line in text)
+            assert found, f"{label} does not show: {words}"

@@ -1,12 +1,13 @@
-"""README.zh-CN.md says what README.md says: the same headings, tables, links and commands."""
+"""README.zh-CN.md has the headings, tables, links and commands of README.md."""
 
 import re
 
-from tools.stages import ROOT
-
 import pytest
 
-ENGLISH, CHINESE = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+from tools.stages import ROOT
+
+ENGLISH = (ROOT / "README.md").read_text()
+CHINESE = (ROOT / "README.zh-CN.md").read_text()
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -20,7 +21,7 @@ def code(text):
 
 
 def links(text):
-    """Return where the links and pictures lead, but for those from one language to the other."""
+    """Return the targets of links and pictures, except from language to language."""
     targets = re.findall(r"\]\(([^)]+)\)", prose(text))
     return [target for target in targets if not target.startswith("README")]
 
@@ -37,10 +38,14 @@ def tables(text):
 
 def paragraphs(text):
     """Return how many paragraphs, lists and tables each section has."""
-    return [len(re.findall("\n\n+", part.strip())) for part in re.split("^#+ ", text, flags=re.M)]
+    parts = re.split("^#+ ", text, flags=re.MULTILINE)
+    return [len(re.findall("\n\n+", part.strip())) for part in parts]
 
 
-@pytest.mark.parametrize("part", [BLOCK.findall, code, links, headings, tables, paragraphs])
+PARTS = [BLOCK.findall, code, links, headings, tables, paragraphs]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_both_have_the_same(part):
     found = part(ENGLISH)
     assert len(found) >= 3

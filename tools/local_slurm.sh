@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# A real Slurm on one machine: a controller and two nodes, node1 and node2, of four CPUs each.
+# A real Slurm on one machine: a controller and two nodes, node1 and node2, of four CPUs
+# each.
 #
-#   bash tools/local_slurm.sh start    start it, unless it runs
-#   bash tools/local_slurm.sh status   exit code 0 if it runs, 1 if it does not
+#   bash tools/local_slurm.sh start    start it, unless it is running
+#   bash tools/local_slurm.sh status   exit code 0 if it is running, otherwise 1
 #   bash tools/local_slurm.sh stop     end its jobs and itself, and remove its folder
 #
-# It runs on Debian and Ubuntu, as root and without systemd. It installs nothing. All it writes is in
-# one folder ($LOCAL_CLUSTER, or /run/local_cluster), and it listens on the loopback interface only, at
-# three ports ($LOCAL_CLUSTER_PORT, or 16817, and the next two) that are not Slurm's usual ones. Slurm's
-# commands find it through the variable SLURM_CONF: another Slurm on this machine is neither used nor
-# disturbed.
+# It works on Debian and Ubuntu, as root and without systemd. It installs nothing. All
+# that it writes is in one folder ($LOCAL_CLUSTER, or /run/local_cluster). It listens on
+# the loopback interface only, on three ports ($LOCAL_CLUSTER_PORT, or 16817, and the
+# next two) that are not Slurm's usual ones. Slurm's commands find it through the
+# variable SLURM_CONF, so another Slurm on this machine is neither used nor disturbed.
 set -euo pipefail
 
 folder=$(realpath -m -- "${LOCAL_CLUSTER:-/run/local_cluster}")
 export SLURM_CONF=$folder/slurm.conf
 mark="# written by local_slurm.sh"
 port=${LOCAL_CLUSTER_PORT:-16817}
-ports=("$port" $((port + 1)) $((port + 2))) # the controller's and those of the two nodes
+# the controller's port, and those of the two nodes
+ports=("$port" $((port + 1)) $((port + 2)))
 
 fail() {
   echo "local_slurm.sh: error: $*" >&2
@@ -28,7 +30,10 @@ runs() {
 }
 
 idle() { # both nodes have reported to the controller
-  [ "$(sinfo --noheader --responding --Node --states=idle,alloc,mix --format=%N 2>/dev/null | sort -u | wc -l)" = 2 ]
+  local nodes
+  nodes=$(sinfo --noheader --responding --Node --states=idle,alloc,mix --format=%N \
+    2>/dev/null | sort -u | wc -l)
+  [ "$nodes" = 2 ]
 }
 
 # Wait up to ten seconds until a command succeeds.
@@ -40,11 +45,13 @@ await() {
   done
 }
 
-# The processes of Slurm and munge that hold a file in the folder open: its daemons, and the starters
-# of its jobs' tasks. Those of a container on this machine see other files under the same name.
+# The processes of Slurm and munge that hold a file in the folder open: its daemons, and
+# the slurmstepd of each job step. A process in a container on this machine is not
+# meant: its files are others, although their names may be the same.
 members() {
-  local pid
-  for pid in $(find /proc/[0-9]*/fd -lname "$folder/*" 2>/dev/null | cut -d/ -f3 | sort -un); do
+  local pid pids
+  pids=$(find /proc/[0-9]*/fd -lname "$folder/*" 2>/dev/null | cut -d/ -f3 | sort -un)
+  for pid in $pids; do
     if [[ $(cat "/proc/$pid/comm" 2>/dev/null) =~ ^(slurm|munged) ]] &&
       [ "$(readlink "/proc/$pid/ns/mnt")" = "$(readlink /proc/self/ns/mnt)" ]; then
       echo "$pid"
@@ -52,7 +59,7 @@ members() {
   done
 }
 
-# The members and all that descends from them, such as the tasks.
+# The members and their descendants, such as the tasks.
 family() {
   local found more
   more=$(members)
@@ -76,35 +83,41 @@ stop() {
   local all
   [ -e "$folder" ] || return 0
   [ "$(stat -c %u "$folder")" = 0 ] || fail "$folder does not belong to root"
-  grep -qx "$mark" "$SLURM_CONF" 2>/dev/null || fail "$folder is not a folder of this script's"
+  grep -qx "$mark" "$SLURM_CONF" 2>/dev/null ||
+    fail "$folder was not made by this script"
   if runs; then
     squeue --noheader --format=%A | xargs -r scancel --full
     await unused || true
   fi
-  # The daemons have nothing left to do, unless the controller had died before: then there are tasks.
+  # If the controller had died before, there still are tasks.
   all=$(family)
   echo "$all" | xargs -r kill 2>/dev/null || true
   await alone || true
-  echo "$all" | xargs -r kill -9 2>/dev/null || true # who has not ended is stuck
+  echo "$all" | xargs -r kill -9 2>/dev/null || true # what has not ended is stuck
   rm -rf "$folder"
 }
 
-# Authentication: all of Slurm's messages are signed by munge, here by one of our own, with a new key.
+# Authentication: munge signs all of Slurm's messages. This is a munge of our own, with
+# a new key.
 start_munge() {
   install -d -m 700 -o munge -g munge "$folder/key"
   install -d -m 755 -o munge -g munge "$folder/munge"
   (umask 077 && head -c 128 /dev/urandom >"$folder/key/munge.key")
   chown munge: "$folder/key/munge.key"
-  runuser -u munge -- munged --key-file="$folder/key/munge.key" --seed-file="$folder/key/seed" \
-    --socket="$folder/munge/socket" --pid-file="$folder/munge/pid" --log-file="$folder/key/log"
+  runuser -u munge -- munged \
+    --key-file="$folder/key/munge.key" --seed-file="$folder/key/seed" \
+    --socket="$folder/munge/socket" --pid-file="$folder/munge/pid" \
+    --log-file="$folder/key/log"
 }
 
-# The whole configuration. A real cluster's looks like it, with one NodeName per kind of machine, and has
-# control groups, accounting, GPUs (GresTypes=gpu, Gres=gpu:4) and a SlurmUser that is not root besides.
+# The whole configuration. A real cluster's looks like this one, with a NodeName for
+# each kind of machine. In addition it has control groups, accounting, GPUs
+# (GresTypes=gpu, Gres=gpu:4) and a SlurmUser that is not root.
 write_configuration() {
   local host plugin
   host=$(uname -n | cut -d. -f1)
-  # slurmd looks for control groups even if nothing uses them, and on many machines cannot have them.
+  # slurmd looks for control groups even if nothing uses them. Many machines, containers
+  # for instance, do not let it have them.
   plugin=cgroup/v1
   [ "$(slurmd -V | sed 's/.* \([0-9]*\)\..*/\1/')" -lt 24 ] || plugin=disabled
   echo "CgroupPlugin=$plugin" >"$folder/cgroup.conf"
@@ -114,23 +127,24 @@ ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
 SlurmUser=root
-# who is who; a job whose credential has expired (after 10 s instead of 2 min) can start again
+# authentication; a requeued job waits until its credential has expired, here for 10
+# seconds and not for two minutes
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge/socket,cred_expire=10
-# listen at the address of this machine's name, not at all addresses that the machine has
+# listen on the address of this machine's name, not on all of its addresses
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-# Slurm's use of control groups needs systemd; without, processes are found by their parents
+# control groups need systemd; without it Slurm finds processes by their parents
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-# jobs share a node as long as each of its CPUs belongs to one of them
+# jobs share a node; each of its CPUs belongs to one job
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-# four CPUs per node, whatever the machine really has; a node that comes back is used again
+# four CPUs per node, whatever the machine has; a node that comes back is used again
 SlurmdParameters=config_overrides
 ReturnToService=2
 # seconds between SIGTERM and SIGKILL
 KillWait=5
-# look every two seconds, not every minute, for jobs that may start
+# look for jobs that can start every two seconds, not every minute
 SchedulerParameters=sched_interval=2
 MailProg=/bin/true
 StateSaveLocation=$folder/state
@@ -139,11 +153,12 @@ SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
-# two nodes, both of them this machine; their names resolve nowhere
-NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[${ports[1]}-${ports[2]}] CPUs=4
+# two nodes, which are both this machine; their names cannot be resolved
+NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 \
+  Port=[${ports[1]}-${ports[2]}] CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
-# a job in this one (sbatch --partition=urgent) takes the nodes away from those in the other, which are
-# queued again
+# a job in this partition (sbatch --partition=urgent) takes the nodes away from jobs in
+# the other one, which are requeued
 PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 State=UP
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -151,19 +166,23 @@ EOF
 }
 
 start() {
-  local program port
+  local address program port
   for program in munged slurmctld slurmd srun; do
-    command -v "$program" >/dev/null ||
-      fail "$program is missing; type: apt-get install slurmctld slurmd slurm-client munge"
+    command -v "$program" >/dev/null || fail "$program is missing;" \
+      "type: apt-get install slurmctld slurmd slurm-client munge"
   done
   if runs && await idle; then
-    echo "it runs already"
+    echo "it is running already"
   else
     stop # what a crash left
-    [ "$(getent ahostsv4 "$(uname -n)" | awk 'NR == 1 { print $1 }')" = 127.0.0.1 ] ||
-      fail "it would listen beyond the loopback interface; type: echo 127.0.0.1 $(uname -n) >>/etc/hosts"
+    address=$(getent ahostsv4 "$(uname -n)" | awk 'NR == 1 { print $1 }')
+    [ "$address" = 127.0.0.1 ] ||
+      fail "it would listen beyond the loopback interface; type:" \
+        "echo 127.0.0.1 $(uname -n) >>/etc/hosts"
     for port in "${ports[@]}"; do
-      if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then fail "port $port is in use"; fi
+      if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+        fail "port $port is in use"
+      fi
     done
     trap 'give_up interrupted' INT TERM
     install -d -m 755 "$folder" "$folder/state"
@@ -175,7 +194,7 @@ start() {
     trap - INT TERM
     echo "started"
   fi
-  echo "two nodes, node1 and node2; in a shell that shall use them: export SLURM_CONF=$SLURM_CONF"
+  echo "two nodes, node1 and node2; to use them, type: export SLURM_CONF=$SLURM_CONF"
 }
 
 give_up() {
@@ -184,13 +203,14 @@ give_up() {
   fail "it did not start (${1:-the ends of its logs are above})"
 }
 
-[ $# = 1 ] || fail "give one of start, status and stop"
+[ $# = 1 ] || fail "name one of start, status and stop"
 [ "$(id -u)" = 0 ] || fail "it needs root; type: sudo bash $0 $1"
+# Only one of these scripts at a time. The lock leaves no file.
 exec 9<"$(dirname "$folder")"
-flock -w 60 9 || fail "another one of these is busy" # two of these at a time would meet; the lock leaves no file
+flock -w 60 9 || fail "another one of these scripts is running"
 case $1 in
   start) start ;;
-  status) if runs; then sinfo; else echo "it does not run" && exit 1; fi ;;
+  status) if runs; then sinfo; else echo "it is not running" && exit 1; fi ;;
   stop) stop && echo "stopped" ;;
-  *) fail "$1 is none of start, status and stop" ;;
+  *) fail "$1 is not one of start, status and stop" ;;
 esac

@@ -1,4 +1,4 @@
-"""Run the notebooks from top to bottom and store them with their outputs, without timestamps.
+"""Run the notebooks and store them with their outputs, without timestamps.
 
 python -m tools.notebooks [NOTEBOOK ...]
 """
@@ -6,10 +6,10 @@ python -m tools.notebooks [NOTEBOOK ...]
 import sys
 from pathlib import Path
 
-from tools.stages import ROOT
-
 import nbformat
 from nbclient import NotebookClient
+
+from tools.stages import ROOT
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -19,9 +19,11 @@ def notebooks():
     return sorted(ROOT.glob("[0-9][0-9]_*/*.ipynb"))
 
 
-def normalise(book):
-    """Take out of a notebook what differs from machine to machine, and number its cells."""
-    book.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+def normalize(book):
+    """Remove from a notebook what differs between machines, and number its cells."""
+    language = {"name": "python"}
+    metadata = {"kernelspec": KERNEL, "language_info": language}
+    book.metadata = nbformat.from_dict(metadata)
     book.nbformat, book.nbformat_minor = 4, 5
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number:02}"
@@ -31,16 +33,23 @@ def normalise(book):
 
 def write(book, path):
     """Write a notebook as the repository keeps it."""
-    path.write_text(nbformat.writes(normalise(book), indent=1) + "\n")
+    path.write_text(nbformat.writes(normalize(book), indent=1) + "\n")
 
 
 def execute(path):
-    """Run the notebook at `path` in its own folder and store it there. Raises if a cell fails."""
+    """Run the notebook at `path` in its own folder and store it there.
+
+    Raises CellExecutionError if a cell fails; the file is left as it was.
+    """
     book = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(
-        book, timeout=300, resources=resources, record_timing=False, coalesce_streams=True
-    ).execute()
+    client = NotebookClient(
+        book,
+        timeout=300,
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    client.execute()
     write(book, path)
 
 
