@@ -85,7 +85,7 @@ class Checkpointer:
         """Return the paths of the checkpoints, the latest first."""
         if self.folder is None:
             return []
-        return sorted(self.folder.glob("step-*.pt"), reverse=True)
+        return sorted(self.folder.glob("step-[0-9]*.pt"), reverse=True)
 
     def find_latest(self):
         """Return the path of the latest readable checkpoint; None if there is none.
