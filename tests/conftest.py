@@ -1,64 +1,90 @@
-"""The option --device, and runs that several tests look at."""
+"""The options --device and --all, and the fixtures that several files use."""
 
 import os
 import re
 from types import SimpleNamespace
 
-# One thread per process, here and in all that is started from here: tests run side by side, and
-# threads that spin while they wait for others on the same cores make a step ten times as long.
+# One thread per process, here and in all that is started from here: tests run side by
+# side, and threads that spin while they wait for a core make a step ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-from tests.harness import train
-from tools.stages import takes_processes
 
 import pytest
 import torch
+from torch import distributed as dist
+
+from tests.harness import counts
+from tests.harness import train
+
+NUM_SWEPT = pytest.StashKey()
+
+
+def swept_unless(default, *values):
+    """Return a case of a parametrized test; unless `default`, only --all runs it."""
+    return pytest.param(*values, marks=() if default else pytest.mark.sweep)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where stages train")
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.addoption(
+        "--all", action="store_true", help="run the tests marked sweep, too"
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: runs notebooks; `make check` leaves these out")
-    config.addinivalue_line("markers", "fault(...): a row of docs/faults.md, see tools/fault_table.py")
-    config.addinivalue_line("markers", "long: takes half an hour; only `make exits` runs it")
+    for line in (
+        "slow: runs notebooks; `make check` leaves these out",
+        "fault(...): a row of docs/faults.md, see tools/fault_table.py",
+        "sweep: one of many more cases of a claim; only --all runs it",
+        "long: takes half an hour; only `make exits` runs it",
+    ):
+        config.addinivalue_line("markers", line)
+    config.stash[NUM_SWEPT] = 0
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
 
 
-def counts(device):
-    """Return the numbers of processes to try: 1 to 4, or as far as there are GPUs."""
-    return range(1, min(4, torch.cuda.device_count() if device == "cuda" else 4) + 1)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests marked `sweep`, unless --all is given."""
+    swept = [item for item in items if item.get_closest_marker("sweep")]
+    if swept and not config.getoption("--all"):
+        items[:] = [item for item in items if item not in swept]
+        config.hook.pytest_deselected(items=swept)
+        config.stash[NUM_SWEPT] = len(swept)
 
 
-def pytest_generate_tests(metafunc):
-    if "processes" in metafunc.fixturenames and "launched" in metafunc.fixturenames:
-        from tools.stages import stages
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):  # noqa: ARG001 (xdist's; every worker collects all)
+    node.config.stash[NUM_SWEPT] = getattr(node, "workeroutput", {}).get("num_swept", 0)
 
-        device = metafunc.config.getoption("--device")
-        pairs = [(s, n) for s in stages() if takes_processes(s) for n in counts(device)]
-        metafunc.parametrize("launched, processes", pairs)
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_swept"] = session.config.stash[NUM_SWEPT]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[NUM_SWEPT]:
+        terminalreporter.line(f"{config.stash[NUM_SWEPT]} tests run only with --all")
 
 
 @pytest.fixture
 def fault(request):
-    """Return what the test's mark `fault` says, for the test to hold the run to it.
+    """Return what the test's mark `fault` says, so that the test can assert it.
 
-    Besides the mark's own arguments: `assert_seen(screen)` asserts that the screen shows what it
-    has `in this type`, where `...` stands for anything.
+    In addition to the mark's arguments: `assert_seen(screen)` asserts that the screen
+    shows what `sees` has `in this type`, where `...` stands for anything.
     """
-    said = SimpleNamespace(**request.node.get_closest_marker("fault").kwargs)
+    row = SimpleNamespace(**request.node.get_closest_marker("fault").kwargs)
 
     def assert_seen(screen):
-        literals = re.findall("`([^`]+)`", said.sees)
+        literals = re.findall("`([^`]+)`", row.sees)
         assert literals
         for literal in literals:
             pattern = ".*".join(map(re.escape, literal.split("...")))
             assert re.search(pattern, screen, re.IGNORECASE), f"{literal}\n{screen}"
 
-    said.assert_seen = assert_seen
-    return said
+    row.assert_seen = assert_seen
+    return row
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +94,24 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def several(device):
-    """The number of processes of a test that wants more than one, where there are the GPUs."""
+    """The number of processes of a test that wants more than one, if GPUs allow it."""
     return min(2, counts(device)[-1])
+
+
+@pytest.fixture
+def two(several):
+    """Two processes; without a second GPU the test is skipped."""
+    if several < 2:
+        pytest.skip("a second process needs a second GPU")
+    return several
+
+
+@pytest.fixture
+def group():
+    """A process group that consists of this process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
-"""Preloaded last into the server that tests fork from: hide what it has from garbage collection.
+"""Preloaded last into the server that tests fork from: hides its objects from garbage
+collection.
 
-Otherwise each fork looks for garbage among the million objects of torch, and copies their pages.
+Otherwise every fork searches the million objects of torch for garbage, and so copies
+the pages they are on.
 """
 
 import atexit
@@ -8,4 +10,4 @@ import gc
 
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # otherwise extension modules report leaks when the server ends
+atexit.register(gc.unfreeze)  # otherwise extension modules report leaks at the end

@@ -1,79 +1,144 @@
-"""How the tests run a stage: by its own command, or in a fork of a process that has torch."""
+"""How the tests run a stage: by its own command, or forked from a server.
+
+Most of a short run's time goes by before it begins: importing torch takes a process two
+to four seconds, and the tests start a thousand processes. So most runs are *forked*. A
+server process (multiprocessing's "forkserver") imports torch once; each fork of it is a
+fresh process that has torch already, and it executes the stage's script from its first
+line, with arguments, environment variables and output files of its own, as if it had
+been started by a launcher. A fork proves what a script does. What a launcher does (its
+command line, its signals, its exit code, a process that is still importing torch) is
+proved by a real launch, and only that.
+
+    run, started        a command: to its end, or as a context in which it runs
+    fork, fork_ranks    a script, or all ranks of a stage, in forks of the server
+    train, train_in_forks   a stage, from a copy and by its command, or in forks
+    copied, changed, injected   a stage in another folder, as it is or with a fault
+    wait_until, kill, assert_gone   waiting, ending, and what is left afterwards
+"""
 
 import contextlib
 import functools
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from pathlib import Path
-from types import SimpleNamespace
-
-from tools.stages import ROOT
-from tools.stages import command
-from tools.stages import launcher
-from tools.stages import takes_processes
 
 import psutil
 import torch
 from torch import multiprocessing as mp
 
-ANSWER = 120  # seconds within which bad input is answered
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import launcher
+from tools.stages import stages
+from tools.stages import takes_processes
+
+LAUNCHED = [stage for stage in stages() if takes_processes(stage)]
+LAUNCHERS = ["03_ddp_launch", "04_ddp_spawn"]  # the first stages of torchrun and spawn
+# What torchrun sets for the only process of a run; MASTER_PORT is to be added.
+LAUNCHER_ENV = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+ENDLESS = ["--epochs", "100000"]
+
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch", "torchvision", "tests.forkserver_preload"])
+preloaded = ["torch", "torchvision", "tests.harness", "tests.forkserver_preload"]
+forkserver.set_forkserver_preload(preloaded)
 
 
 def environment(**variables):
-    """Return the environment of a run: no launcher's variables, one thread per process."""
+    """Return the environment of a run: no launcher's variables, a thread a process."""
     launchers = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|SLURM_(?!CONF)")
     ours = {k: v for k, v in os.environ.items() if not launchers.match(k)}
     return {**ours, "OMP_NUM_THREADS": "1", **variables}
 
 
-def free_port():
-    """Return a TCP port of this machine that nobody listens at, as text."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
+def counts(device):
+    """Return the numbers of processes to try: 1 to 4, if there are as many GPUs."""
+    most = torch.cuda.device_count() if device == "cuda" else 4
+    return range(1, min(4, most) + 1)
 
 
 def missing_for_slurm():
-    """Return what the local cluster lacks on this machine; nothing if it can run."""
+    """Return what the local cluster lacks on this machine; "" if it can run."""
     if os.geteuid() != 0:
         return "the local cluster needs root"
     if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munged"))):
-        return "no Slurm here; type: apt-get install slurmctld slurmd slurm-client munge"
+        return "no Slurm here: apt-get install slurmctld slurmd slurm-client munge"
     name = os.uname().nodename
     if socket.gethostbyname(name) != "127.0.0.1":
-        return f"Slurm would not stay on loopback; type: echo 127.0.0.1 {name} >>/etc/hosts"
+        return f"Slurm would leave loopback: echo 127.0.0.1 {name} >>/etc/hosts"
     return ""
 
 
-def family(pid):
-    """Return the live processes that descend from process `pid`, with itself."""
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+# ---- stages as modules and as copies -------------------------------------------------
+def load_stage(stage):
+    """Return a stage's script as a module, without running it."""
+    script = ROOT / stage / "train.py"
+    spec = importlib.util.spec_from_file_location(f"stage_{stage}", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
+class FakeLoader(list):
+    """A list of batches, with what a training loop asks of a DataLoader."""
+
+    class Dataset(list):
+        """Has a length, and `epoch` can be set."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.dataset = self.Dataset(label for _, labels in batches for label in labels)
+        self.sampler = types.SimpleNamespace(set_epoch=lambda _: None)
+
+
+def copied(stage, folder):
+    """Copy a stage's script and common/ into a new folder, as a reader does."""
+    (folder / stage).mkdir(parents=True)
+    shutil.copy(ROOT / stage / "train.py", folder / stage)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
+    return folder
+
+
+def changed(stage, folder, *replacements):
+    """Copy a stage and replace texts of its script, each of which is there once."""
+    script = copied(stage, folder) / stage / "train.py"
+    text = script.read_text()
+    for old, new in replacements:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script.write_text(text)
+    return folder
+
+
+def injected(stage, folder, code):
+    """Copy a stage and add code to its end, which every process of a run executes."""
+    end = '\n\nif __name__ == "__main__":\n'
+    return changed(stage, folder, (end, f"\n\n{code}\n{end}"))
+
+
+# ---- commands ------------------------------------------------------------------------
 @contextlib.contextmanager
 def started(arguments, folder, cwd=ROOT, **variables):
-    """Start a command, its outputs going to `folder`/stdout and stderr; kill what is left of it.
+    """Start a command that prints into `folder`/stdout and stderr; kill what is left.
 
-    Yields the subprocess.Popen, with three more attributes: `screen()` is all that it printed so
-    far, `wait_for(text)` waits for it to print that, `members` collects its processes.
+    Yields the subprocess.Popen, with three more attributes: `screen()` returns what it
+    has printed so far, `wait_for(text, times=1, seconds=300)` waits until it has
+    printed a text so many times, `members` are its processes at that moment.
     """
     folder = Path(folder)
-    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+    outputs = [folder / "stdout", folder / "stderr"]
+    with outputs[0].open("w") as out, outputs[1].open("w") as err:
         child = subprocess.Popen(
             arguments,
             cwd=cwd,
@@ -83,119 +148,119 @@ def started(arguments, folder, cwd=ROOT, **variables):
             stderr=err,
             start_new_session=True,
         )
-    child.screen = lambda: (folder / "stdout").read_text() + (folder / "stderr").read_text()
+    child.screen = lambda: "".join(path.read_text() for path in outputs)
     child.members = []
 
-    def wait_for(text, seconds=300):
-        end = time.monotonic() + seconds
-        while text not in child.screen():
-            assert time.monotonic() < end and child.poll() is None, child.screen()
-            time.sleep(0.05)
+    def wait_for(text, times=1, seconds=300):
+        def seen():
+            ended = child.poll() is not None  # before the last look at the screen
+            if child.screen().count(text) >= times:
+                return True
+            assert not ended, child.screen()
+            return False
+
+        wait_until(seen, seconds, child.screen)
         child.members = family(child.pid)
 
     child.wait_for = wait_for
     try:
         yield child
     finally:
-        for process in {*child.members, *family(child.pid)}:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill({*child.members, *family(child.pid)})
         child.wait()
 
 
 def run(arguments, folder, seconds=300, **variables):
-    """Run a command to its end. Returns its `returncode`, `stdout`, `stderr` and `seconds`."""
+    """Run a command; return its `returncode`, `stdout`, `stderr` and `seconds`."""
     begin = time.monotonic()
     with started(arguments, folder, **variables) as child:
         child.wait(timeout=seconds)
-    return SimpleNamespace(
-        returncode=child.returncode,
-        stdout=(Path(folder) / "stdout").read_text(),
-        stderr=(Path(folder) / "stderr").read_text(),
-        seconds=time.monotonic() - begin,
+    done = result(child.returncode, folder)
+    done.seconds = time.monotonic() - begin
+    return done
+
+
+def result(returncode, folder):
+    """Return what a run that printed into `folder` ended with."""
+    stdout, stderr = (
+        (Path(folder) / name).read_text() for name in ("stdout", "stderr")
     )
-
-
-def copied(stage, folder):
-    """Copy a stage's script and common/ into a new folder, as a reader does; return that folder."""
-    (folder / stage).mkdir(parents=True)
-    shutil.copy(ROOT / stage / "train.py", folder / stage)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
-    return folder
-
-
-def changed(stage, folder, *replacements):
-    """Copy a stage likewise, with texts of its script replaced, each of which stands there once."""
-    root = copied(stage, folder)
-    text = (root / stage / "train.py").read_text()
-    for old, new in replacements:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (root / stage / "train.py").write_text(text)
-    return root
+    return types.SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
 
 
 def train(stage, processes, flags, folder):
-    """Copy a stage elsewhere, and run it from a third place by the command it shows, with --out-dir.
+    """Copy a stage elsewhere and run it from a third folder by its command.
 
-    In that place is another package of the name `common`, which must not be taken for the copy's.
-    Returns `run`'s answer, with the rows and the weights.
+    That folder contains another package called `common`, which must not be imported
+    instead of the copy's. Returns `run`'s result, with what `with_results` adds.
     """
     folder = Path(folder)
     project = copied(stage, folder / "project")
     (folder / "common").mkdir()
     (folder / "common/__init__.py").write_text("raise ImportError('the wrong common')")
-    out = folder / "out"
-    done = run([*command(stage, processes, project), *flags, "--out-dir", "out"], folder, cwd=folder)
-    return with_results(done, out)
+    arguments = [*command(stage, processes, project), *flags, "--out-dir", "out"]
+    return with_results(run(arguments, folder, cwd=folder), folder / "out")
 
 
 def with_results(done, out):
-    """Add to the answer of a run what it wrote into its folder `out`: rows and weights."""
+    """Add to a run's result its `rows`, `weights` and `epochs` (lines it printed)."""
     assert done.returncode == 0, done.stdout + done.stderr
-    done.rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    done.rows = [json.loads(line) for line in lines]
     done.weights = out / "last.pt"
     done.epochs = re.findall("^epoch .*", done.stdout, re.MULTILINE)
     return done
 
 
+def assert_one_error_line(done, named):
+    """Assert that a run ended with code 2 and one line that contains `named`."""
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.py: error: ")
+    assert named in line
+
+
+# ---- forks ---------------------------------------------------------------------------
 def in_fork(script, arguments, folder, variables, prepare):
-    """Be the process that `fork` starts: run a script as if it had been started by itself."""
+    """Be the process that `fork` starts: execute a script as a launched one does."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(Path(folder) / name, flags), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     os.environ.clear()
     os.environ.update(environment(**variables))
-    multiprocessing.set_start_method(None, force=True)  # that of the fork server is inherited
-    torch.set_num_threads(1)  # the fork server read its environment before OMP_NUM_THREADS was set
+    multiprocessing.set_start_method(None, force=True)  # not the fork server's
+    tempfile.tempdir = None  # what TMPDIR was when the server started
+    torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server imported torch
     if prepare:
         prepare()
     sys.argv = [str(script), *map(str, arguments)]
     runpy.run_path(str(script), run_name="__main__")
 
 
-def as_child(function, rank, *arguments):
-    """Be one of the processes of `spawn_by_fork`, whose parent has imported `attached`."""
-    sys.modules["common.attached"].PARENT = os.getppid()
-    function(rank, *arguments)
-
-
 def spawn_by_fork():
-    """Have mp.spawn fork its processes, which saves their imports; to be given as `prepare`."""
+    """Have mp.spawn fork its processes, which have torch then; a `prepare`."""
+
+    def call_in_child(rank, function, *arguments):
+        function.__globals__["PARENT_PID"] = (
+            os.getppid()
+        )  # its script did, in the parent
+        function(rank, *arguments)
 
     def spawn(function, arguments, nprocs, join):
-        child = functools.partial(as_child, function)
-        return mp.start_processes(child, arguments, nprocs, join, start_method="fork")
+        arguments = (function, *arguments)
+        return mp.start_processes(call_in_child, arguments, nprocs, join, False, "fork")
 
     mp.spawn = spawn
 
 
 def fork(script, arguments, folder, prepare=None, seconds=300, **variables):
-    """Start a script in a fork of a process that has torch imported, which saves those seconds.
+    """Start a script in a fork of the server; it prints into `folder`/stdout, stderr.
 
-    Returns a function that waits for its end and returns `returncode`, `stdout` and `stderr`; its
-    attribute `process` is the fork. prepare: a picklable function that the fork calls first.
+    Returns a function that waits for its end, at most `seconds`, and returns its
+    `returncode` ("hung" if it had to be killed), `stdout` and `stderr`; the function's
+    attribute `process` is the fork. prepare: a picklable function that the fork calls
+    first, from tests/fault_injection.py for instance.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     arguments = (script, arguments, folder, variables, prepare)
@@ -206,44 +271,133 @@ def fork(script, arguments, folder, prepare=None, seconds=300, **variables):
         process.join(seconds)
         hung = process.is_alive()
         if hung:
-            for member in family(process.pid):
-                member.send_signal(signal.SIGKILL)
+            kill(family(process.pid))
             process.join()
-        return SimpleNamespace(
-            returncode="hung" if hung else process.exitcode,
-            stdout=(Path(folder) / "stdout").read_text(),
-            stderr=(Path(folder) / "stderr").read_text(),
-        )
+        return result("hung" if hung else process.exitcode, folder)
 
     finish.process = process
     return finish
 
 
 def fork_ranks(stage, processes, flags, folder, root=ROOT, **options):
-    """Start a stage on so many processes, forked: with a launcher's variables, or by its own spawn.
+    """Start all ranks of a stage in forks; return the functions that `fork` returns.
 
-    Returns the functions that wait for their ends, rank 0 first; of a spawning stage its parent's.
+    The ranks get a launcher's variables, and print into folder/RANK. A stage that
+    spawns its processes itself, or has one only, is a single fork.
     """
+    script = root / stage / "train.py"
     if not takes_processes(stage):
-        return [fork(root / stage / "train.py", flags, folder, **options)]
+        return [fork(script, flags, folder, **options)]
     if launcher(stage) == "python":
-        flags = ["--nproc", str(processes), *flags]
-        return [fork(root / stage / "train.py", flags, folder, spawn_by_fork, **options)]
-    variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-    variables["MASTER_PORT"] = free_port()
+        prepare = options.pop("prepare", None)
+        options["prepare"] = functools.partial(call_all, spawn_by_fork, prepare)
+        return [fork(script, ["--nproc", processes, *flags], folder, **options)]
+    shared = {**LAUNCHER_ENV, "WORLD_SIZE": str(processes), "MASTER_PORT": free_port()}
     ends = []
     for rank in map(str, range(processes)):
-        place = {**variables, "RANK": rank, "LOCAL_RANK": rank, **options}
-        ends.append(fork(root / stage / "train.py", flags, Path(folder) / rank, **place))
+        variables = {**shared, "RANK": rank, "LOCAL_RANK": rank, **options}
+        ends.append(fork(script, flags, Path(folder) / rank, **variables))
     return ends
 
 
+def call_all(*functions):
+    for function in filter(None, functions):
+        function()
+
+
 def train_in_forks(stage, processes, flags, folder):
-    """Do as `train` does, in forks instead of by the stage's command, which saves the imports."""
+    """Do as `train` does, in forks instead of by the stage's command."""
     out = Path(folder) / "out"
-    flags = [*flags, "--out-dir", str(out)]
-    ends = fork_ranks(stage, processes, flags, folder)
+    ends = fork_ranks(stage, processes, [*flags, "--out-dir", out], folder)
     done = [end() for end in ends]
     assert [one.returncode for one in done] == [0] * len(ends), done
     assert not any(one.stdout for one in done[1:])
     return with_results(done[0], out)
+
+
+# ---- waiting, ending, and what is left -----------------------------------------------
+def wait_until(predicate, seconds, message="", every=0.01):
+    """Wait until `predicate()` is true and return it; fail after so many seconds.
+
+    message: what a failure says, or a function that returns it.
+    """
+    end = time.monotonic() + seconds
+    while not (value := predicate()):
+        if time.monotonic() > end:
+            text = message() if callable(message) else message
+            raise AssertionError(f"waited for {seconds} s in vain: {text}")
+        time.sleep(every)
+    return value
+
+
+def family(pid):
+    """Return the live processes that descend from process `pid`, and itself first."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def ranks(child):
+    """Return the processes of a started stage's ranks, in the order of their start."""
+    found = []
+    for process in family(child.pid)[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie counts as gone, too
+            if re.search("train.py|spawn_main", " ".join(process.cmdline())):
+                found.append(process)
+    return found
+
+
+def kill(processes):
+    """Kill processes, some of which may have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def alive(processes):
+    """Return those of the processes that still run; a zombie does not."""
+    running = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def free_port():
+    """Return a TCP port of this machine on which nobody listens, as text."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def ports(processes):
+    """Return the TCP ports on which the processes listen."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.port)
+    return found
+
+
+def port_answers(port):
+    """Return whether a process on this machine accepts connections on a port."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def assert_gone(processes, listening, seconds):
+    """Assert that within so many seconds all processes end and no port answers.
+
+    A process whose first thread has ended counts as a zombie, but its other threads may
+    hold a port for a moment longer.
+    """
+    wait_until(
+        lambda: not alive(processes) and not any(map(port_answers, listening)),
+        seconds,
+        lambda: [process.cmdline() for process in alive(processes)],
+    )

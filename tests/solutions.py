@@ -68,7 +68,7 @@ def step(loss, parameters, optimizer, scaler, clip):
     ],
     "06_slurm": [
         """
-def place(environ):
+def read_ranks(environ):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     if "RANK" not in environ:
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]
@@ -76,13 +76,13 @@ def place(environ):
 """,
         """
 def options(nodes, gpus, cores):
-    each = [f"--gpus-per-node={gpus}", f"--ntasks-per-node={gpus}", f"--cpus-per-task={cores}"]
-    return [f"--nodes={nodes}", *each]
+    per_node = [f"--gpus-per-node={gpus}", f"--ntasks-per-node={gpus}"]
+    return [f"--nodes={nodes}", *per_node, f"--cpus-per-task={cores}"]
 """,
     ],
     "07_distributed_eval": [
         """
-def part(n, rank, processes):
+def shard(n, rank, processes):
     return list(range(rank, n, processes))
 """,
         """
@@ -93,29 +93,49 @@ def add_up(errors_of_each_process):
     ],
     "08_grad_accumulation": [
         """
-def parts_needed(batch_size, processes, room):
+def steps_needed(batch_size, processes, room):
     return -(-batch_size // (processes * room))
 """,
         """
 def accumulate(model, images, target):
     total = sum(map(len, target))
     for some, labels in zip(images, target):
-        (nn.functional.cross_entropy(model(some), labels) * len(labels) / total).backward()
+        loss = nn.functional.cross_entropy(model(some), labels)
+        (loss * len(labels) / total).backward()
 """,
     ],
-    "10_preemption": [
+    "09_resume": [
         """
-def to_go_on(paths, whole):
-    return max(filter(whole, paths), default=None)
+def latest_valid(paths, is_valid):
+    return max(filter(is_valid, paths), default=None)
 """,
         """
-def place(step, steps, batch_size):
+def position(step, steps, batch_size):
     epoch = (step - 1) // steps + 1
     return epoch, (step - (epoch - 1) * steps) * batch_size
 """,
         """
-def last_step(heard):
-    return min((step for step in heard if step is not None), default=None)
+def dealt_out(sums, rank, processes):
+    return sum(sums[rank::processes])
+""",
+    ],
+    "10_preemption": [
+        """
+def last_step(heard, steps):
+    first = min((step for step in heard if step is not None), default=None)
+    if first is None:
+        return None
+    return first if first % steps == 0 else first + 1
+""",
+        """
+def run_until_told(functions):
+    received = []
+    signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    for count, function in enumerate(functions, 1):
+        function()
+        if received:
+            break
+    return count
 """,
     ],
 }

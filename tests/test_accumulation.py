@@ -1,34 +1,47 @@
-"""Stage 08: the batch in parts gives the step of the whole batch, with one all-reduce."""
+"""Stage 08: micro-batches give the step of the whole batch, with one all-reduce."""
 
 import contextlib
 import types
-
-from nbtools.lesson import max_abs_diff
-from tests.conftest import counts
-from tests.harness import fork_ranks
-from tests.harness import train_in_forks
-from tests.test_chain import load
-from tools.stages import stages
+import weakref
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
+
+from common import meters
+from nbtools.lesson import max_abs_diff
+from tests.conftest import swept_unless
+from tests.harness import assert_one_error_line
+from tests.harness import counts
+from tests.harness import fork_ranks
+from tests.harness import load_stage
+from tests.harness import train_in_forks
+from tools.stages import stages
 
 ACCUMULATING = stages()[7:]
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
-SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")  # five steps an epoch
-# Processes and parts. A process's share of the 60 images need not be a multiple of the parts.
-PAIRS = [(1, 1), (1, 2), (1, 7), (1, 60), (2, 3), (2, 4), (3, 3), (4, 4)]
+SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")  # 5 steps an epoch
+# Processes and micro-batches, which need not divide the local batch. In the second and
+# the last pair a micro-batch is one image.
+PAIRS = [(1, 7), (1, 60), (2, 4), (1, 1), (1, 2), (2, 3), (3, 3), (4, 4), (2, 30)]
+FIRST = ACCUMULATING[0]
 
 
-@pytest.mark.parametrize("processes, parts", PAIRS)
-@pytest.mark.parametrize("stage", ACCUMULATING)
-def test_any_number_of_parts_equals_the_whole_batch(stage, processes, parts, trained, device):
+@pytest.mark.parametrize(
+    "stage, processes, micro_batches",
+    [
+        swept_unless((stage == FIRST and pair in PAIRS[:3]), stage, *pair)
+        for stage in ACCUMULATING
+        for pair in PAIRS
+    ],
+)
+def test_any_number_of_micro_batches_equals_the_whole_batch(
+    stage, processes, micro_batches, trained, device
+):
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
     whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(parts))
+    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(micro_batches))
     done = trained(stage, processes, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     assert len(done.rows) == 2
@@ -39,48 +52,22 @@ def test_any_number_of_parts_equals_the_whole_batch(stage, processes, parts, tra
             assert one[part]["acc1"] == other[part]["acc1"]
 
 
-@pytest.mark.parametrize("stage", ACCUMULATING)
+@pytest.mark.parametrize("stage", [swept_unless(s == FIRST, s) for s in ACCUMULATING])
 def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
     clip = (*DOUBLE, *SMALL, "--clip-grad", "0.5")
     whole = trained("07_distributed_eval", 1, *clip, how=train_in_forks)
-    done = trained(stage, several, *clip, "--grad-accum-steps", "4", how=train_in_forks)
+    flags = (*clip, "--grad-accum-steps", "4")
+    done = trained(stage, several, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
-    other = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    assert max_abs_diff(done.weights, other.weights) > 1e-3
+    free = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
+    assert max_abs_diff(done.weights, free.weights) > 1e-3
 
 
-@pytest.mark.parametrize("stage", ACCUMULATING)
-def test_one_part_gives_the_weights_of_stage_07_bit_for_bit(stage, trained, several):
-    before = trained("07_distributed_eval", several, "--epochs", "2", how=train_in_forks)
-    after = trained(stage, several, "--epochs", "2", "--grad-accum-steps", "1", how=train_in_forks)
-    assert max_abs_diff(before.weights, after.weights) == 0
-    assert before.epochs == after.epochs
-
-
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", ACCUMULATING)
-def test_it_learns_in_mixed_precision(stage, amp, trained, several):
-    flags = ("--epochs", "1", "--grad-accum-steps", "3")
-    full = trained(stage, several, *flags, how=train_in_forks).rows[0]
-    done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks).rows[0]
-    assert done["train"]["loss"] != full["train"]["loss"]
-    assert done["train"]["loss"] == pytest.approx(full["train"]["loss"], rel=0.02)
-    assert done["val"]["acc1"] >= 90
-
-
-@pytest.fixture
-def group():
-    """A group of this process only."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def counted(wrapped):
-    """Have a model note the bytes of each bucket that it reduces; return the list."""
+def count_reduced_bytes(wrapped):
+    """Return a list to which DDP will add the bytes of each bucket that it reduces."""
     sizes = []
 
-    def hook(state, bucket):
+    def hook(_, bucket):
         sizes.append(bucket.buffer().nbytes)
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -90,71 +77,95 @@ def counted(wrapped):
     return sizes
 
 
-def accumulated(stage, parts, steps=1):
-    """Accumulate a batch of 13 images; return the model, the batch, and what it reduced.
+class Accumulation:
+    """Accumulates the gradients of a batch of 13 images by a stage's own function."""
 
-    The first step is taken beforehand: after it, DDP puts its buckets into another order.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 6)).double()
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
-    sizes = counted(wrapped)
-    args = types.SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float64, amp=None, accumulate=parts
-    )
-    batch = (torch.randn(13, 20).double(), torch.arange(13) % 6)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(1 + steps):
-        if step == 1:
-            sizes.clear()
-        model.zero_grad()
-        load(stage).accumulate(args, step, wrapped, batch, scaler)
-    return model, batch, sizes
+    def __init__(self, stage, micro_batches):
+        self.accumulate = load_stage(stage).accumulate_gradients
+        torch.manual_seed(0)
+        layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 6)]
+        self.model = nn.Sequential(*layers).double()
+        wrap = nn.parallel.DistributedDataParallel
+        self.wrapped = wrap(self.model, bucket_cap_mb=0.01)
+        self.args = types.SimpleNamespace(
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+            amp="off",
+            grad_accum_steps=micro_batches,
+        )
+        self.batch = (torch.randn(13, 20).double(), torch.arange(13) % 6)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(self):
+        """Take all but the optimizer's part of a step; return its loss and metrics."""
+        meter = meters.Meter("cpu")
+        self.model.zero_grad()
+        loss = self.accumulate(self.args, self.wrapped, self.batch, self.scaler, meter)
+        return loss, meter.compute()
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
 @pytest.mark.parametrize("stage", ACCUMULATING)
-def test_each_bucket_is_reduced_once_per_step(stage, parts, group, monkeypatch):
-    model, _, sizes = accumulated(stage, parts, steps=3)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+def test_each_bucket_is_reduced_once_per_step(stage, micro_batches, monkeypatch):
+    def reduced(steps):
+        accumulation = Accumulation(stage, micro_batches)
+        sizes = count_reduced_bytes(accumulation.wrapped)
+        accumulation.step()  # DDP arranges its buckets after the first step
+        sizes.clear()
+        for _ in range(steps):
+            accumulation.step()
+        return sizes, sum(each.nbytes for each in accumulation.model.parameters())
+
+    sizes, weights = reduced(3)
     assert sum(sizes) == 3 * weights
     buckets = len(sizes) // 3
     assert buckets > 1
-    unsynced = contextlib.nullcontext
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "no_sync", lambda _: unsynced())
-    _, _, sizes = accumulated(stage, parts, steps=3)
-    assert sum(sizes) == 3 * parts * weights
-    assert len(sizes) == 3 * parts * buckets
+    ddp = nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(ddp, "no_sync", lambda _: contextlib.nullcontext())
+    sizes, _ = reduced(3)
+    assert sum(sizes) == 3 * micro_batches * weights
+    assert len(sizes) == 3 * micro_batches * buckets
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5, 13])
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 13])
 @pytest.mark.parametrize("stage", ACCUMULATING)
-def test_the_gradient_is_that_of_the_whole_batch(stage, parts, group):
-    model, (images, target), _ = accumulated(stage, parts)
+def test_gradient_loss_and_metrics_are_those_of_the_whole_batch(stage, micro_batches):
+    accumulation = Accumulation(stage, micro_batches)
+    loss, metrics = accumulation.step()
+    model, (images, target) = accumulation.model, accumulation.batch
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    nn.functional.cross_entropy(model(images), target).backward()
+    output = model(images)
+    whole = nn.functional.cross_entropy(output, target)
+    whole.backward()
     for gradient, parameter in zip(ours, model.parameters(), strict=True):
         assert (gradient - parameter.grad).abs().max() <= 1e-12
         assert parameter.grad.abs().max() > 1e-3
+    assert not loss.requires_grad and loss.item() == pytest.approx(whole.item())
+    meter = meters.Meter("cpu")
+    meter.update(whole, output, target)
+    expected = meter.compute()
+    for name in ("loss", "acc1", "acc5", "images"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-12)
 
 
-@pytest.mark.parametrize("share, parts", [(60, 1), (60, 7), (15, 4), (5, 5)])
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("stage", ACCUMULATING)
-def test_evaluation_takes_no_larger_batches_than_training(stage, share, parts, group):
-    module, taken = load(stage), {"train": [], "evaluation": []}
-    module.data = types.SimpleNamespace(
-        load_data=lambda args: (Rows(share * 3), Rows(share * 2 + 1)),
-        loader_options=lambda args: {},
-    )
-    args = types.SimpleNamespace(batch_size=share, accumulate=parts, seed=0, workers=0)
-    train_loader, val_loader = module.make_loaders(args)
-    for batch in train_loader:
-        taken["train"] += [len(part) for part in batch.tensor_split(parts)]
-    taken["evaluation"] = [len(batch) for batch in val_loader]
-    assert sum(taken["evaluation"]) == share * 2 + 1
-    assert max(taken["evaluation"]) <= max(taken["train"])
-    assert max(taken["evaluation"]) == share // parts
+def test_logits_of_no_more_than_two_micro_batches_are_in_memory(stage):
+    """Those of the forward pass, and the ones before, until their name is reused."""
+    accumulation = Accumulation(stage, 6)
+    outputs, in_memory = [], []
+
+    def note(_module, _images, output):
+        outputs.append(weakref.ref(output))
+        in_memory.append(sum(ref() is not None for ref in outputs))
+
+    accumulation.wrapped.register_forward_hook(note)
+    accumulation.step()
+    assert in_memory == [1, 2, 2, 2, 2, 2]
+    assert not any(ref() is not None for ref in outputs)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -170,23 +181,52 @@ class Rows(torch.utils.data.Dataset):
         return float(index)
 
 
-@pytest.mark.parametrize("parts, named", [
-    ("31", "--grad-accum-steps 31: a process has"), ("0", "--grad-accum-steps: "), ("1.5", "--grad-accum-steps: "),
-])  # fmt: skip
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "batch_size, micro_batches", [(60, 1), (60, 7), (15, 4), (5, 5)]
+)
 @pytest.mark.parametrize("stage", ACCUMULATING)
-def test_parts_that_cannot_be(stage, parts, named, device, tmp_path):
-    flags = ["--grad-accum-steps", parts, "--device", device, "--out-dir", str(tmp_path / "out")]
+def test_evaluation_takes_no_larger_batches_than_training(
+    stage, batch_size, micro_batches, monkeypatch
+):
+    module = load_stage(stage)
+    sets = (Rows(batch_size * 3), Rows(batch_size * 2 + 1))
+    monkeypatch.setattr(module.data, "load_data", lambda _: sets)
+    args = types.SimpleNamespace(
+        batch_size=batch_size,
+        grad_accum_steps=micro_batches,
+        seed=0,
+        workers=0,
+        device=torch.device("cpu"),
+    )
+    train_loader, val_loader = module.make_loaders(args)
+    trained_at_once = [
+        len(part)
+        for batch in train_loader
+        for part in batch.tensor_split(micro_batches)
+    ]
+    evaluated_at_once = [len(batch) for batch in val_loader]
+    assert sum(trained_at_once) == batch_size * 3
+    assert sum(evaluated_at_once) == batch_size * 2 + 1
+    assert max(evaluated_at_once) == batch_size // micro_batches
+    assert max(evaluated_at_once) <= max(trained_at_once)
+
+
+@pytest.mark.parametrize(
+    "stage, micro_batches, named",
+    [
+        swept_unless(stage == FIRST, stage, *case)
+        for stage in ACCUMULATING
+        for case in [
+            ("31", "--grad-accum-steps 31: a process has fewer images"),
+            ("0", "--grad-accum-steps: '0' is not an integer, 1 or more"),
+            ("1.5", "--grad-accum-steps: '1.5' is not an integer"),
+        ]
+    ],
+)
+def test_wrong_numbers_of_micro_batches(stage, micro_batches, named, device, tmp_path):
+    out = tmp_path / "out"
+    flags = ["--grad-accum-steps", micro_batches, "--device", device, "--out-dir", out]
     for end in fork_ranks(stage, 2, flags, tmp_path / "ranks"):
-        done = end()
-        assert done.returncode == 2
-        (line,) = done.stderr.splitlines()
-        assert line.startswith(f"train.py: error: {named}")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("stage", ACCUMULATING)
-def test_a_part_of_one_image_is_the_least(stage, trained, several):
-    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(60 // several))
-    done = trained(stage, several, *flags, how=train_in_forks)
-    whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    assert max_abs_diff(done.weights, whole.weights) <= 1e-10
+        assert_one_error_line(end(), named)
+    assert not out.exists()

@@ -1,83 +1,73 @@
-"""Stage 05: mixed precision, the scaler, clipping, and a loss that is no number."""
+"""Stage 05: mixed precision, loss scaling, clipping, gradients that are not finite."""
 
+import functools
+import math
+import re
 import types
-
-from common import checkpointer
-from nbtools.lesson import max_abs_diff
-from nbtools.lesson import sections
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import train_in_forks
-from tests.test_chain import load
-from tools.stages import ROOT
-from tools.stages import stages
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
+from common import checkpoint
+from common import checkpointer
+from nbtools.lesson import max_abs_diff
+from tests.conftest import swept_unless
+from tests.fault_injection import infinite_gradient
+from tests.fault_injection import nan_images
+from tests.fault_injection import weights_kept
+from tests.harness import FakeLoader
+from tests.harness import assert_one_error_line
+from tests.harness import call_all
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import load_stage
+from tests.harness import train_in_forks
+from tools.stages import ROOT
+from tools.stages import stages
+
 WITH_AMP = stages()[4:]
-RAISING = WITH_AMP[:4]  # later ones skip a step whose loss is not finite
+ACCUMULATING = stages()[7:]
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
+SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")
 
 
-def test_amp_off_gives_the_weights_of_stage_04_bit_for_bit(trained, several):
-    flags = ("--epochs", "2")
-    before, after = [
-        trained(stage, several, *flags, how=train_in_forks) for stage in ("04_ddp_spawn", "05_amp")
-    ]
-    assert max_abs_diff(before.weights, after.weights) == 0
-    assert before.epochs == after.epochs
-
-
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_it_learns_in_mixed_precision(trained, several, amp):
-    done = trained("05_amp", several, "--amp", amp, "--epochs", "3", how=train_in_forks)
-    losses = [row["train"]["loss"] for row in done.rows]
-    assert losses[-1] < 0.1 * losses[0]
-    assert done.rows[-1]["val"]["acc1"] >= 95
-    full = trained("05_amp", several, "--epochs", "3", how=train_in_forks)
-    full = full.rows[0]["train"]["loss"]
-    assert losses[0] != full and losses[0] == pytest.approx(full, rel=0.02)
+@pytest.mark.parametrize(
+    "stage, amp, flags",
+    [
+        ("05_amp", "bf16", ()),
+        ("05_amp", "fp16", ()),
+        *(
+            swept_unless(amp == "fp16" and stage == ACCUMULATING[0], stage, amp, flags)
+            for stage in ACCUMULATING
+            for amp in ("bf16", "fp16")
+            for flags in [("--grad-accum-steps", "3")]
+        ),
+    ],
+)
+def test_it_learns_in_mixed_precision(trained, several, stage, amp, flags):
+    flags = ("--epochs", "1", *flags)
+    done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks)
+    (row,) = done.rows
+    assert row["val"]["acc1"] >= 90
+    full = trained(stage, several, *flags, how=train_in_forks).rows[0]["train"]["loss"]
+    assert row["train"]["loss"] != full
+    assert row["train"]["loss"] == pytest.approx(full, rel=0.02)
     weights = torch.load(done.weights)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_clipping_is_the_same_on_any_number_of_processes(trained, several):
-    small = (*DOUBLE, "--data", "fake", "--image-size", "8", "--images", "300")
+    flags = (*DOUBLE, *SMALL)
     clipped = [
-        trained("05_amp", n, *small, "--clip-grad", "0.5", how=train_in_forks)
+        trained("05_amp", n, *flags, "--clip-grad", "0.5", how=train_in_forks)
         for n in sorted({1, several})
     ]
-    whole = trained("01_single_gpu", 1, *small, how=train_in_forks)
+    free = trained("01_single_gpu", 1, *flags, how=train_in_forks)
     assert max_abs_diff(clipped[0].weights, clipped[-1].weights) <= 1e-10
-    assert max_abs_diff(clipped[0].weights, whole.weights) > 1e-3
-    never = trained("05_amp", 1, *small, "--clip-grad", "1e9", how=train_in_forks)
-    assert max_abs_diff(never.weights, whole.weights) <= 1e-10
-
-
-def test_the_next_two_stages_train_by_the_same_lines():
-    """So what is trained here holds for them too; tests/test_accumulation.py trains the others."""
-    lines = [sections(stage)["4. one training epoch"] for stage in WITH_AMP[:3]]
-    assert lines[0] == lines[1] == lines[2]
-
-
-@pytest.mark.fault(
-    stages="05 to 08",
-    what="the loss is infinite or no number, on one rank or on all",
-    sees="`FloatingPointError: rank ..., step ...: loss nan`; exit code 1",
-    seconds=30,
-    lost="the run; the weights of the last epoch are sound",
-)
-def test_a_loss_that_is_no_number_ends_the_run_with_step_and_rank(tmp_path, device, several, fault):
-    flags = ["--lr", "1e6", "--device", device, "--out-dir", str(tmp_path / "out")]
-    (end,) = fork_ranks("05_amp", several, flags, tmp_path, seconds=fault.seconds)
-    done = end()
-    assert done.returncode == 1
-    fault.assert_seen(done.stderr)
-    assert any(f"step {step}: loss nan" in done.stderr for step in range(2, 26))
-    assert not (tmp_path / "out").exists()
+    assert max_abs_diff(clipped[0].weights, free.weights) > 1e-3
+    never = trained("05_amp", 1, *flags, "--clip-grad", "1e9", how=train_in_forks)
+    assert max_abs_diff(never.weights, free.weights) <= 1e-10
 
 
 WRONG = {
@@ -87,107 +77,215 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("stage", WITH_AMP)
+@pytest.mark.parametrize(
+    "stage, what", [swept_unless(s == "05_amp", s, w) for s in WITH_AMP for w in WRONG]
+)
 def test_wrong_flags(stage, what, tmp_path):
     flags, named = WRONG[what]
     done = fork(ROOT / stage / "train.py", flags, tmp_path)()
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"train.py: error: {named}")
+    assert_one_error_line(done, named)
 
 
-class Batches(list):
-    """Batches in a list, with what the training loop asks of a loader."""
+# ---- gradients that are not finite ---------------------------------------------------
+class Steps:
+    """Takes steps by a stage's own loop, in a process group of this process only.
 
-    def __init__(self, batches):
-        super().__init__(batches)
-        self.dataset = types.SimpleNamespace()
-        self.sampler = types.SimpleNamespace(set_epoch=lambda epoch: None)
-
-
-class Step:
-    """Takes steps with a linear model, by a stage's own loop; the group has this process only."""
+    The model is a linear layer; with `norm` batch norm stands before it.
+    """
 
     def __init__(self, stage):
-        self.module = load(stage)
+        self.stage = stage
+        self.module = load_stage(stage)
 
-    def __call__(self, scale, clip=None, images=None, steps=1, amp=torch.float16):
-        """Return how far the weights went, how many steps the scheduler counts, and the scale."""
+    def __call__(self, scale, steps=1, images=None, amp="fp16", clip=None, norm=False):
+        """Train for `steps` steps from a loss scale of `scale`.
+
+        Returns `moved`, how far the weights went; `steps`, which the scheduler counts;
+        `scale`, what the scaler has in the end; `model`, `optimizer` and `metrics`.
+        """
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        options = {"init_scale": scale, "growth_interval": 10**6, "enabled": amp is not None}
-        scaler = torch.amp.GradScaler("cpu", **options)
+        if norm:
+            model = nn.Sequential(nn.BatchNorm1d(4), model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+        options = {"init_scale": scale, "growth_interval": 10**6}
+        scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", **options)
         args = types.SimpleNamespace(
-            **{**dict.fromkeys(checkpointer.DECISIVE), "dtype": torch.float32, "seed": 0},
-            **{"device": torch.device("cpu"), "grad_accum_steps": 1, "signals": [], "checkpoints": None},
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            seed=0,
+            amp=amp,
+            clip_grad=clip,
+            grad_accum_steps=1,
+            checkpoint_dir=None,
             checkpoint_every=100,
+            keep_checkpoints=2,
         )
-        args.amp, args.clip_grad = amp, clip
-        args.checkpoints = checkpointer.Checkpointer(args, None, model, optimizer, scheduler, scaler)
         images = torch.randn(6, 4) if images is None else images
+        loader = FakeLoader([(images, torch.arange(6) % 3)] * steps)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        batches = Batches([(images, torch.arange(6) % 3)] * steps)
-        self.module.train_one_epoch(args, 1, model, batches, optimizer, scheduler, scaler)
-        moves = [(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
-        return torch.cat(moves).norm().item(), scheduler.last_epoch, scaler.get_scale()
+        arguments = [args, 1, model, loader, optimizer, scheduler, scaler]
+        if int(self.stage[:2]) >= 9:
+            parts = [model, optimizer, scheduler, scaler]
+            arguments.append(checkpointer.Checkpointer(args, loader, *parts))
+        if int(self.stage[:2]) >= 10:
+            arguments.append(lambda: types.SimpleNamespace(wait=no_signal))
+        metrics = self.module.train_one_epoch(*arguments)
+        moves = [p - b for p, b in zip(model.parameters(), before, strict=True)]
+        return types.SimpleNamespace(
+            moved=math.hypot(*(move.norm().item() for move in moves)),
+            steps=scheduler.last_epoch,
+            scale=scaler.get_scale(),
+            model=model,
+            optimizer=optimizer,
+            metrics=metrics[0] if isinstance(metrics, tuple) else metrics,
+        )
 
 
-@pytest.fixture
-def group():
-    """A group of this process only."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+def no_signal():
+    """Return what stage 10's vote comes to as long as no rank has got a signal."""
+    return [torch.tensor([0, 0])]
 
 
 @pytest.fixture(params=WITH_AMP)
-def step(request, group):
-    return Step(request.param)
+def take(request):
+    request.getfixturevalue("group")
+    return Steps(request.param)
 
 
-def test_a_skipped_step_leaves_weights_and_schedule_alone(step, capsys):
-    moved, steps, scale = step(2.0**60)
-    assert (moved, steps, scale) == (0, 0, 2.0**59)
+def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(take, capsys):
+    done = take(2.0**60)
+    assert (done.moved, done.steps, done.scale) == (0, 0, 2.0**59)
     text = "step 1: skipped, gradient not finite, loss scale 1.15292e+18\n"
-    assert text in capsys.readouterr().out
-    moved, steps, scale = step(2.0**10)
-    assert moved > 0.1 and (steps, scale) == (1, 2.0**10)
+    assert capsys.readouterr().out == text
+    done = take(2.0**10)
+    assert done.moved > 0.1 and (done.steps, done.scale) == (1, 2.0**10)
+    assert capsys.readouterr().out == ""
 
 
-def test_after_skipped_steps_it_goes_on(step, capsys):
-    _, steps, scale = step(2.0**30, steps=40)
-    skipped = capsys.readouterr().out.count("skipped")
-    assert 5 < skipped < 40
-    assert steps == 40 - skipped
-    assert scale == 2.0 ** (30 - skipped)
+def test_after_skipped_steps_training_continues(take, capsys):
+    done = take(2.0**30, steps=40)
+    skipped = re.findall(r"^step (\d+): skipped", capsys.readouterr().out, re.M)
+    assert skipped == [str(step) for step in range(1, len(skipped) + 1)]
+    assert 5 < len(skipped) < 40
+    assert done.steps == 40 - len(skipped)
+    assert done.scale == 2.0 ** (30 - len(skipped))
+    assert done.metrics["images"] == 40 * 6 and math.isfinite(done.metrics["loss"])
 
 
-def test_the_gradient_is_clipped_after_it_is_unscaled(step):
-    free, _, _ = step(2.0**10)
-    clipped, _, _ = step(2.0**10, clip=0.01)
-    assert free > 0.1
-    assert clipped == pytest.approx(0.01, rel=1e-3)
+def test_a_skipped_step_leaves_weights_momentum_schedule_and_statistics_sane(take):
+    """Batch norm has seen the images of the step, which are finite, as in any other."""
+    done = take(2.0**60, norm=True)
+    assert (done.moved, done.steps) == (0, 0)
+    assert not done.optimizer.state
+    assert done.optimizer.param_groups[0]["lr"] == 0.5
+    for buffer in done.model.buffers():
+        assert buffer.isfinite().all()
+    usual = take(2.0**10, norm=True)
+    assert usual.moved > 0.1 and usual.optimizer.state
+    for one, other in zip(done.model.buffers(), usual.model.buffers(), strict=True):
+        assert torch.equal(one, other)
 
 
-NO_NUMBER = torch.full((6, 4), torch.nan)
+def test_the_gradient_is_clipped_after_it_is_unscaled(take):
+    free = take(2.0**10)
+    clipped = take(2.0**10, clip=0.01)
+    assert free.moved > 0.1
+    assert clipped.moved == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", RAISING)
-def test_a_loss_that_is_no_number_changes_no_weight(stage, group):
-    with pytest.raises(FloatingPointError, match="rank 0, step 1: loss nan"):
-        Step(stage)(2.0**10, images=NO_NUMBER)
+NAN_IMAGES = torch.full((6, 4), torch.nan)
 
 
-@pytest.mark.parametrize("amp, scale", [(torch.float16, 2.0**10), (torch.bfloat16, 1), (None, 1)])
-@pytest.mark.parametrize("stage", WITH_AMP[len(RAISING) :])
-def test_later_a_gradient_that_is_no_number_is_skipped(stage, amp, scale, group, capsys):
-    step = Step(stage)
-    assert step(scale, images=NO_NUMBER, amp=amp)[:2] == (0, 0)
-    assert (
-        f"step 1: skipped, gradient not finite, loss scale {scale:g}\n" in capsys.readouterr().out
-    )
-    moved, steps, _ = step(scale, amp=amp)
-    assert moved > 0.1 and steps == 1
+@pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
+def test_a_loss_that_is_not_finite_ends_the_run(take, amp):
+    """No smaller scale can help then."""
+    text = "^rank 0, step 1: gradient not finite, loss nan$"
+    with pytest.raises(FloatingPointError, match=text):
+        take(2.0**10, images=NAN_IMAGES, amp=amp)
+
+
+@pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
+def test_an_infinite_gradient_ends_the_run_if_no_loss_scale_can_be_lowered(take, amp):
+    """The loss is finite here: only the gradient overflows."""
+
+    def overflow(_module, _inputs, output):
+        output.register_hook(lambda gradient: gradient + torch.inf)
+
+    hook = nn.modules.module.register_module_forward_hook(overflow)
+    try:
+        with pytest.raises(FloatingPointError, match=r"step 1: .* not finite, loss \d"):
+            take(1, amp=amp)
+    finally:
+        hook.remove()
+
+
+def is_default(stage):
+    return stage in ("05_amp", "08_grad_accumulation", "10_preemption")
+
+
+@pytest.mark.parametrize("stage", [swept_unless(is_default(s), s) for s in WITH_AMP])
+def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_path):
+    """Step 7 is the second of epoch 2."""
+    out = tmp_path / "out"
+    flags = [*SMALL, "--amp", "fp16", "--epochs", "2", "--device", device]
+    flags += ["--out-dir", out]
+    if int(stage[:2]) >= 9:
+        flags += ["--checkpoint-dir", tmp_path / "checkpoints"]
+    faults = [
+        functools.partial(infinite_gradient, 7),
+        functools.partial(weights_kept, 9, tmp_path),
+    ]
+    prepare = functools.partial(call_all, *faults)
+    ends = fork_ranks(stage, two, flags, tmp_path, prepare=prepare)
+    done = [end() for end in ends]
+    assert [one.returncode for one in done] == [0] * len(ends), done
+    text = "step 7: skipped, gradient not finite, loss scale 65536\n"
+    assert done[0].stdout.count("skipped") == done[0].stdout.count(text) == 1
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, torch.load(out / "last.pt").values()))
+    rows = checkpoint.read_metrics(out)
+    assert [row["train"]["images"] for row in rows] == [300, 300]
+    assert all(math.isfinite(row["train"]["loss"]) for row in rows)
+    if int(stage[:2]) >= 9:
+        state = checkpointer.read(tmp_path / "checkpoints/step-000000010.pt")
+        assert (state["step"], state["scheduler"]["last_epoch"]) == (10, 9)
+        assert state["scaler"]["scale"] == 32768
+
+
+@pytest.mark.fault(
+    stages="05 to 10",
+    what="the loss is not finite, on one rank or on all, or a gradient overflows and"
+    " there is no loss scale to lower",
+    sees="`FloatingPointError: rank 1, step ...: gradient not finite, loss nan`; exit"
+    " code 1",
+    seconds=30,
+    lost="the run; the weights of the last epoch are valid, and with stages 09 and 10"
+    " the latest checkpoint is from before that step",
+)
+@pytest.mark.parametrize("stage", [swept_unless(is_default(s), s) for s in WITH_AMP])
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
+    stage, two, device, tmp_path, fault
+):
+    """With fp16 the other rank's loss is finite, and it would go on if it could."""
+    flags = ["--amp", "fp16", "--device", device, "--out-dir", tmp_path / "out"]
+    prepare = functools.partial(nan_images, 7)
+    options = {"prepare": prepare, "seconds": fault.seconds}
+    done = [end() for end in fork_ranks(stage, two, flags, tmp_path, **options)]
+    assert [one.returncode for one in done] == [1] * len(done), done
+    fault.assert_seen(done[-1].stderr)
+    text = "FloatingPointError: rank 1, step 7: gradient not finite, loss nan\n"
+    assert text in done[-1].stderr
+    assert "rank 0, step" not in done[0].stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_diverges_ends_with_rank_and_step(tmp_path, device, several):
+    flags = ["--lr", "1e6", "--device", device, "--out-dir", tmp_path / "out"]
+    (end,) = fork_ranks("05_amp", several, flags, tmp_path)
+    done = end()
+    assert done.returncode == 1
+    assert re.search(r"rank \d, step (\d+): gradient not finite, loss", done.stderr)
+    assert not (tmp_path / "out").exists()

@@ -1,193 +1,205 @@
-"""Bad input gets one clear line and exit code 2, no traceback, and nothing is written."""
+"""Bad input gets one clear line and exit code 2, no traceback, and writes nothing."""
 
-import os
 import socket
-
-from tests.harness import ANSWER
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import free_port
-from tests.harness import run
-from tests.harness import spawn_by_fork
-from tests.test_rank_failures import LAUNCHERS
-from tools.stages import ROOT
-from tools.stages import command
-from tools.stages import launcher
-from tools.stages import stages
-from tools.stages import takes_processes
 
 import pytest
 import torch
 
+from tests.conftest import swept_unless
+from tests.fault_injection import not_writable
+from tests.harness import LAUNCHED
+from tests.harness import LAUNCHER_ENV
+from tests.harness import LAUNCHERS
+from tests.harness import assert_one_error_line
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import run
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import launcher
+from tools.stages import stages
+
 STAGES = stages()
-ENV = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-# What is wrong, and the flag or variable that the line must name.
+BY_TORCHRUN = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
+# What is wrong, and what the line must say of it.
 WRONG = {
-    "no epochs": (["--epochs", "0"], "--epochs"),
-    "a negative batch": (["--batch-size", "-60"], "--batch-size"),
-    "half a batch": (["--batch-size", "1.5"], "--batch-size"),
-    "a batch larger than the set": (["--batch-size", "6000"], "--batch-size"),
-    "a learning rate that is no number": (["--lr", "nan"], "--lr"),
-    "an endless timeout": (["--timeout", "inf"], "--timeout"),
-    "a negative seed": (["--seed", "-1"], "--seed"),
+    "no epochs": (["--epochs", "0"], "--epochs: '0' is not an integer, 1 or more"),
+    "a negative batch": (["--batch-size", "-60"], "--batch-size: '-60'"),
+    "half an image": (["--batch-size", "1.5"], "--batch-size: '1.5'"),
+    "a batch larger than the set": (["--batch-size", "6000"], "--batch-size 6000: "),
+    "a learning rate of nan": (["--lr", "nan"], "--lr: 'nan' is not a number"),
+    "an infinite timeout": (["--timeout", "inf"], "--timeout: "),
+    "a negative seed": (["--seed", "-1"], "--seed: "),
     "an unknown flag": (["--learning-rate", "1"], "--learning-rate"),
     "an abbreviated flag": (["--epoch", "1"], "--epoch"),
-    "an unknown data set": (["--data", "mnist"], "--data"),
-    "an unknown model": (["--arch", "resnet19"], "--arch"),
-    "a model for larger images": (["--arch", "vgg11"], "--arch"),
-    "no weights of the small model": (["--pretrained"], "--pretrained"),
-    "a missing data folder": (["--data", "cifar10", "--data-dir", "{tmp}/none"], "--data-dir"),
-    "a data folder without the data": (["--data", "cifar10", "--data-dir", "{tmp}"], "--data"),
-    "no image folder": (["--data", "imagefolder", "--data-dir", "{tmp}"], "--data-dir"),
-    "a missing checkpoint": (["--evaluate", "{tmp}/none.pt"], "--evaluate"),
-    "a truncated checkpoint": (["--evaluate", "{tmp}/half.pt"], "--evaluate"),
-    "a text for a checkpoint": (["--evaluate", "{tmp}/text.pt"], "--evaluate"),
-    "another model's checkpoint": (["--evaluate", "{tmp}/other.pt"], "--evaluate"),
-    "a file for a folder": (["--out-dir", "{tmp}/text.pt"], "--out-dir"),
+    "an unknown data set": (["--data", "mnist"], "--data: "),
+    "an unknown model": (["--arch", "resnet19"], "--arch resnet19: neither 'small'"),
+    "a model for larger images": (["--arch", "vgg11"], "--arch vgg11: cannot take"),
+    "weights of the small model": (["--pretrained"], "--pretrained: "),
+    "no data directory": (
+        ["--data", "cifar10", "--data-dir", "{tmp}/none"],
+        "none: no such directory",
+    ),
+    "a directory without the data": (
+        ["--data", "cifar10", "--data-dir", "{tmp}"],
+        "--data cifar10: not readable",
+    ),
+    "no image folder": (
+        ["--data", "imagefolder", "--data-dir", "{tmp}"],
+        "--data-dir ",
+    ),
+    "no file of weights": (["--evaluate", "{tmp}/none.pt"], "--evaluate: "),
+    "a truncated file": (["--evaluate", "{tmp}/half.pt"], "--evaluate: "),
+    "a text file": (["--evaluate", "{tmp}/text.pt"], "--evaluate: "),
+    "another model's weights": (
+        ["--evaluate", "{tmp}/other.pt"],
+        "other.pt holds another model's weights",
+    ),
+    "a file, not a directory": (["--out-dir", "{tmp}/text.pt"], "--out-dir: "),
 }
+# What is seen by the parser, by the data, by the model, and by a launched run.
+KINDS = ("no epochs", "a directory without the data", "a truncated file")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a truncated checkpoint, a text file, and a checkpoint of another model."""
+    """A folder with weights of another model, also truncated, and a text file."""
     folder = tmp_path_factory.mktemp("files")
     torch.save({"weight": torch.zeros(1000)}, folder / "other.pt")
     (folder / "half.pt").write_bytes((folder / "other.pt").read_bytes()[:2000])
-    (folder / "text.pt").write_text("not a checkpoint")
+    (folder / "text.pt").write_text("not a file of weights")
     return folder
 
 
-def assert_one_line(done, named, code=2):
-    lines = done.stderr.splitlines()
-    assert done.returncode == code, done.stderr
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train.py: error: ")
-    assert named in lines[0]
-
-
 @pytest.mark.fault(
-    stages="01 to 09",
-    what="a flag is wrong, a file or a folder missing, truncated or of another kind",
-    sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under torchrun the"
-    " line of every rank that sees it, and torchrun's exit code 1)",
+    stages="01 to 10",
+    what="a flag is wrong, or a file or directory is missing, truncated or of the wrong"
+    " kind",
+    sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under"
+    " torchrun the line of every rank that sees it, and torchrun's exit code 1)",
     seconds=20,
     lost="nothing; no file is touched",
 )
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_line_and_code_2(stage, what, files, tmp_path, device, fault):
-    """The scripts themselves, each in a single process: stage 03 with the variables of torchrun."""
+@pytest.mark.parametrize(
+    "stage, what",
+    [swept_unless(s == STAGES[0] or w in KINDS, s, w) for s in STAGES for w in WRONG],
+)
+def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
+    """In a single process, to which a launched stage's variables are given."""
     flags, named = WRONG[what]
     flags = [flag.format(tmp=files) for flag in flags]
     if "--out-dir" not in flags:
-        flags += ["--out-dir", str(tmp_path / "out")]
-    if takes_processes(stage) and "nproc=" in command(stage)[-1]:
-        flags += ["--nproc", "1"]
+        flags += ["--out-dir", tmp_path / "out"]
     before = sorted(files.rglob("*"))
-    variables = {**ENV, "MASTER_PORT": free_port()}
-    script = ROOT / stage / "train.py"
-    options = {"prepare": spawn_by_fork, "seconds": fault.seconds, **variables}
-    done = fork(script, [*flags, "--device", device], tmp_path, **options)()
-    assert_one_line(done, named)
+    flags += ["--device", device]
+    (end,) = fork_ranks(stage, 1, flags, tmp_path / "run", seconds=fault.seconds)
+    done = end()
+    assert_one_error_line(done, named)
     fault.assert_seen(done.stderr)
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
     assert sorted(files.rglob("*")) == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so cuda is no bad input")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
+@pytest.mark.parametrize("stage", [swept_unless(s in LAUNCHERS, s) for s in STAGES])
 def test_cuda_without_a_gpu(stage, tmp_path):
-    variables = {**ENV, "MASTER_PORT": free_port()}
-    done = fork(ROOT / stage / "train.py", ["--device", "cuda"], tmp_path, **variables)()
-    assert_one_line(done, "--device cuda")
+    (end,) = fork_ranks(stage, 1, ["--device", "cuda"], tmp_path)
+    assert_one_error_line(end(), "--device cuda: no GPU is visible; use --device cpu")
 
 
-LAUNCHED = [stage for stage in STAGES if takes_processes(stage)]
-BY_VARIABLES = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
+VARIABLES = [
+    ({"RANK": None}, "RANK is not set; a launcher sets it: start with "),
+    ({"RANK": "one"}, "RANK is 'one', not a number"),
+    ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+    ({"RANK": "1"}, "RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 contradict each other"),
+    ({"LOCAL_RANK": "1"}, "RANK=0 WORLD_SIZE=1 LOCAL_RANK=1 contradict each other"),
+    ({"WORLD_SIZE": "7"}, "--batch-size 60 is the global batch: it must be divisible"),
+    ({"MASTER_ADDR": None}, "check MASTER_ADDR and MASTER_PORT: "),
+]
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 09",
-    what="a launcher's variables are missing or contradict each other; a launched stage is started"
-    " with plain python",
-    sees="one line, `train.py: error: ...`, which names the variable and, if it is missing, the"
-    " command that sets it; exit code 2",
+    stages="03, 06 to 10",
+    what="a launcher's variables are missing or contradict each other; a stage is"
+    " started with python instead of its launcher",
+    sees="one line, `train.py: error: ...`, that names the variable and, if it is"
+    " missing, the command that sets it; exit code 2",
     seconds=20,
     lost="nothing",
 )
-@pytest.mark.parametrize("stage", BY_VARIABLES)
 @pytest.mark.parametrize(
-    "variables, named",
+    "stage, variables, named",
     [
-        ({"RANK": None}, "RANK is not set"),
-        ({"RANK": "one"}, "RANK is one"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
-        ({"RANK": "1"}, "RANK=1 WORLD_SIZE=1"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
-        ({"WORLD_SIZE": "7"}, "--batch-size 60"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+        swept_unless(stage == BY_TORCHRUN[0] or case == VARIABLES[0], stage, *case)
+        for stage in BY_TORCHRUN
+        for case in VARIABLES
     ],
 )
 def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
-    merged = {**ENV, "MASTER_PORT": "1", **variables}
+    merged = {**LAUNCHER_ENV, "MASTER_PORT": "1", **variables}
     merged = {name: value for name, value in merged.items() if value is not None}
-    done = fork(ROOT / stage / "train.py", [], tmp_path, seconds=fault.seconds, **merged)()
-    assert_one_line(done, named)
+    script = ROOT / stage / "train.py"
+    done = fork(script, [], tmp_path, seconds=fault.seconds, **merged)()
+    assert_one_error_line(done, named)
     fault.assert_seen(done.stderr)
     if "is not set" in named:
         assert "torchrun --standalone" in done.stderr
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 09",
-    what="another program listens at the port that a launcher chose",
-    sees="`check MASTER_ADDR, MASTER_PORT: ... in use`; exit code 2",
+    stages="03, 06 to 10",
+    what="another program listens on the port that a launcher chose",
+    sees="`check MASTER_ADDR and MASTER_PORT: ... in use`; exit code 2",
     seconds=20,
     lost="nothing",
 )
-@pytest.mark.parametrize("stage", BY_VARIABLES)
+@pytest.mark.parametrize(
+    "stage", [swept_unless(s == "03_ddp_launch", s) for s in BY_TORCHRUN]
+)
 def test_a_port_in_use(stage, tmp_path, fault):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        variables = {**ENV, "MASTER_PORT": str(taken.getsockname()[1])}
+        variables = {**LAUNCHER_ENV, "MASTER_PORT": str(taken.getsockname()[1])}
         script = ROOT / stage / "train.py"
         done = fork(script, [], tmp_path, seconds=fault.seconds, **variables)()
-    assert_one_line(done, "MASTER_PORT")
+    assert_one_error_line(done, "check MASTER_ADDR and MASTER_PORT: ")
     fault.assert_seen(done.stderr)
 
 
 @pytest.mark.parametrize("stage", LAUNCHERS)
-def test_a_batch_that_the_processes_cannot_share(stage, tmp_path):
-    """Each rank sees it by itself; where they are spawned, their parent does, before them."""
-    for end in fork_ranks(stage, 2, ["--batch-size", "61", "--device", "cpu"], tmp_path):
-        assert_one_line(end(), "--batch-size 61")
+def test_a_batch_that_the_processes_cannot_divide(stage, tmp_path):
+    """Each rank reports it; in stage 04 the parent does, before it starts them."""
+    named = "--batch-size 61 is the global batch: it must be divisible by the number"
+    for end in fork_ranks(
+        stage, 2, ["--batch-size", "61", "--device", "cpu"], tmp_path
+    ):
+        done = end()
+        assert_one_error_line(done, named)
+        assert done.stderr.endswith(" of processes (2); try 60\n")
 
 
-@pytest.mark.parametrize("stage", LAUNCHERS)
-def test_a_fault_that_only_the_ranks_can_see(stage, files, tmp_path):
-    """Launched as shown: torchrun ends with its own code 1 and its report stands below our line."""
-    flags = ["--data", "cifar10", "--data-dir", str(files), "--device", "cpu"]
-    done = run([*command(stage, 2), *flags], tmp_path, seconds=ANSWER)
-    ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert len(ours) == 1  # rank 0 goes first, so it alone reports it
-    assert "--data cifar10" in ours[0]
-    assert done.returncode == (1 if stage in BY_VARIABLES else 2)
-    assert "Traceback" not in done.stderr.partition(ours[0])[0]
+def test_an_error_that_only_the_ranks_can_see(files, tmp_path):
+    """torchrun ends with its own code 1, its report below our line; stage 04 with 2."""
+    flags = ["--data", "cifar10", "--data-dir", files, "--device", "cpu"]
+    (tmp_path / "03").mkdir()
+    launched = run([*command(LAUNCHERS[0], 2), *flags], tmp_path / "03")
+    (spawned,) = [end() for end in fork_ranks(LAUNCHERS[1], 2, flags, tmp_path / "04")]
+    assert (launched.returncode, spawned.returncode) == (1, 2)
+    for done in (launched, spawned):
+        lines = done.stderr.splitlines()
+        ours = [line for line in lines if line.startswith("train.py: error: ")]
+        assert len(ours) == 1  # rank 0 goes first, so only it reports the error
+        assert "--data cifar10" in ours[0]
+        assert "Traceback" not in done.stderr.partition(ours[0])[0]
 
 
-@pytest.mark.parametrize("stage", LAUNCHED)
+@pytest.mark.parametrize("stage", [swept_unless(s in LAUNCHERS, s) for s in LAUNCHED])
 def test_sync_bn_needs_gpus(stage, tmp_path):
-    variables = {**ENV, "MASTER_PORT": free_port()}
-    script = ROOT / stage / "train.py"
-    done = fork(script, ["--sync-bn", "--device", "cpu"], tmp_path, **variables)()
-    assert_one_line(done, "--sync-bn")
+    (end,) = fork_ranks(stage, 1, ["--sync-bn", "--device", "cpu"], tmp_path)
+    assert_one_error_line(end(), "--sync-bn: ")
 
 
-def not_writable():
-    os.access = lambda *_: False  # as for a user who is not root
-
-
-def test_a_folder_that_is_not_writable(tmp_path):
-    script = ROOT / STAGES[0] / "train.py"
-    done = fork(script, ["--out-dir", tmp_path / "out"], tmp_path, prepare=not_writable)()
-    assert_one_line(done, "--out-dir")
+def test_a_directory_that_is_not_writable(tmp_path):
+    flags = ["--out-dir", tmp_path / "out"]
+    (end,) = fork_ranks(STAGES[0], 1, flags, tmp_path, prepare=not_writable)
+    assert_one_error_line(end(), f"--out-dir: {tmp_path} is not writable")

@@ -1,8 +1,6 @@
 """The parts that all stages share: meters, model, schedule, files."""
 
-import contextlib
 import fcntl
-import json
 import os
 import pickle
 import resource
@@ -11,24 +9,26 @@ import subprocess
 import sys
 import termios
 
-from common import checkpoint
-from common import data
-from common import flags
-from nbtools import lesson
-from common import meters
-from common import lr_schedule
-from common.model import make_model
-from tests.harness import fork
-from tools.stages import ROOT
-from tools.stages import stages
-
 import pytest
 import torch
+import torchvision
 from torch import nn
+
+from common import checkpoint
+from common import data
+from common import lr_schedule
+from common import meters
+from common.args import ArgumentParser
+from common.model import make_model
+from nbtools import lesson
+from tests.harness import assert_one_error_line
+from tests.harness import fork
+from tests.harness import train_in_forks
+from tools.stages import ROOT
 
 
 def arguments(*words):
-    return flags.Flags("").parse_args(["--device", "cpu", *map(str, words)])
+    return ArgumentParser("").parse_args(["--device", "cpu", *map(str, words)])
 
 
 def test_accuracy_by_hand():
@@ -36,7 +36,8 @@ def test_accuracy_by_hand():
     target = torch.tensor([0, 2, 1, 0])
     assert meters.num_correct(output, target, topk=(1, 2, 3)).tolist() == [1, 3, 4]
     assert meters.accuracy(output, target, topk=(1, 2)).tolist() == [25, 75]
-    assert meters.num_correct(output, target, topk=(5,)).tolist() == [4]  # fewer classes than k
+    fewer_classes_than_k = meters.num_correct(output, target, topk=(5,))
+    assert fewer_classes_than_k.tolist() == [4]
 
 
 def test_meter_divides_sums_by_counts():
@@ -64,18 +65,15 @@ def test_progress_goes_to_standard_error_and_only_where_asked(capsys):
     assert line.startswith("epoch 7 3/3  data ") and " loss 1.000 acc@1 100.00" in line
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_gets_a_bar(monkeypatch):
     ours, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    stage = ROOT / stages()[0] / "train.py"
-    arguments = [sys.executable, str(stage), "--epochs", "1"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=terminal, text=True) as child:
-        os.close(terminal)
-        screen = b""
-        with contextlib.suppress(OSError):  # raised at the end of a terminal
-            while some := os.read(ours, 1000):
-                screen += some
-        assert child.stdout.read().startswith("epoch 1: ")
+    loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2)
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        for _ in meters.progress(loader, "epoch 1", meters.Meter("cpu")):
+            pass
+        screen = os.read(ours, 1000)
     os.close(ours)
     assert b"epoch 1:   0%|" in screen
 
@@ -97,59 +95,74 @@ def test_schedule_warms_up_and_ends_at_zero():
 
 def test_the_default_model_has_nothing_that_a_split_batch_changes():
     model = make_model(arguments(), data.load_data(arguments())[0])
-    assert not [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    assert not [m for m in model.modules() if isinstance(m, batch_norm)]
     assert not [m for m in model.modules() if isinstance(m, (nn.Dropout, nn.ReLU))]
     model.double()
     images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
-    assert torch.allclose(model(images), torch.cat([model(images[:2]), model(images[2:])]))
+    halves = torch.cat([model(images[:2]), model(images[2:])])
+    assert torch.allclose(model(images), halves)
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_32"])
+@pytest.mark.parametrize(
+    "arch", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_32"]
+)
 def test_torchvision_models_by_name(arch):
-    args = arguments("--arch", arch, "--data", "fake", "--image-size", 64, "--images", 60)
+    fake = ("--data", "fake", "--image-size", 64, "--images", 60)
+    args = arguments("--arch", arch, *fake)
     train_set, _ = data.load_data(args)
     images, _ = train_set.__getitems__([0, 1])
     assert make_model(args, train_set).eval()(images).shape == (2, 10)
 
 
-def test_a_resnet_for_small_grey_images_keeps_their_size():
+def test_a_resnet_for_small_gray_images_keeps_their_size():
     model = make_model(arguments("--arch", "resnet18"), data.load_data(arguments())[0])
     assert model.conv1.in_channels == 1 and model.conv1.stride == (1, 1)
-    assert model.layer1(model.maxpool(model.conv1(torch.zeros(1, 1, 8, 8)))).shape[2:] == (8, 8)
+    features = model.layer1(model.maxpool(model.conv1(torch.zeros(1, 1, 8, 8))))
+    assert features.shape[2:] == (8, 8)
 
 
 def test_pretrained_keeps_all_but_the_last_layer(monkeypatch):
     """Without a network: torchvision's download is replaced by weights made here."""
-    import torchvision
-
     source = torchvision.models.resnet18()
     monkeypatch.setattr(
-        torchvision.models._api.WeightsEnum, "get_state_dict", lambda *_, **__: source.state_dict()
+        torchvision.models._api.WeightsEnum,
+        "get_state_dict",
+        lambda *_, **__: source.state_dict(),
     )
     args = arguments("--arch", "resnet18", "--pretrained")
     model = make_model(args, data.load_data(args)[0])
     assert model.fc.out_features == 10
     assert torch.equal(model.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
-    grey = source.conv1.weight.sum(dim=1, keepdim=True)  # as if the grey image stood in all three
-    assert torch.allclose(model.conv1.weight, grey, atol=1e-6)
+    gray = source.conv1.weight.sum(dim=1, keepdim=True)  # the image, in three channels
+    assert torch.allclose(model.conv1.weight, gray, atol=1e-6)
 
 
-def test_out_holds_metrics_and_weights_that_load_safely(trained):
-    done = trained("01_single_gpu")
-    folder = done.weights.parent
-    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "last.pt", "best.pt"}
-    assert [row["epoch"] for row in done.rows] == [1, 2, 3, 4, 5]
-    for stage in ("01_single_gpu", "02_dataparallel"):
-        weights = torch.load(trained(stage).weights, weights_only=True)
+@pytest.fixture
+def done(trained):
+    """Stage 01, trained for three epochs."""
+    return trained("01_single_gpu", 1, "--epochs", "3", how=train_in_forks)
+
+
+def test_out_dir_holds_metrics_and_weights_that_load_safely(done, trained):
+    names = {path.name for path in done.weights.parent.iterdir()}
+    assert names == {"metrics.jsonl", "last.pt", "best.pt"}
+    assert [row["epoch"] for row in done.rows] == [1, 2, 3]
+    assert {"epoch", "train", "val"} == set(done.rows[0])
+    metrics = {"loss", "acc1", "acc5", "images", "seconds"}
+    assert metrics == set(done.rows[0]["train"]) == set(done.rows[0]["val"])
+    wrapped = trained("02_dataparallel", 1, "--epochs", "1", how=train_in_forks)
+    for path in (done.weights, wrapped.weights):
+        weights = torch.load(path, weights_only=True)
         assert not [name for name in weights if name.startswith("module.")]
         assert all(tensor.device.type == "cpu" for tensor in weights.values())
 
 
-def test_evaluate_only_evaluates(trained, tmp_path, device):
-    done = trained("01_single_gpu")
+def test_evaluate_only_evaluates(done, tmp_path, device):
     best = max(done.rows, key=lambda row: row["val"]["acc1"])["val"]
-    options = ["--evaluate", done.weights.parent / "best.pt", "--out-dir", tmp_path / "out"]
-    again = fork(ROOT / "01_single_gpu/train.py", [*options, "--device", device], tmp_path / "x")()
+    flags = ["--evaluate", done.weights.parent / "best.pt", "--device", device]
+    flags += ["--out-dir", tmp_path / "out"]
+    again = fork(ROOT / "01_single_gpu/train.py", flags, tmp_path / "x")()
     assert again.stdout == f"val {meters.format_metrics(best)}\n"
     assert not (tmp_path / "out").exists()
 
@@ -158,35 +171,35 @@ def test_a_prefix_of_a_wrapper_is_named(tmp_path):
     checkpoint.save({"module.weight": torch.zeros(3, 2)}, tmp_path / "wrapped.pt")
     options = ["--evaluate", tmp_path / "wrapped.pt", "--device", "cpu"]
     done = fork(ROOT / "01_single_gpu/train.py", options, tmp_path / "x")()
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "begin with 'module.'" in done.stderr
+    assert_one_error_line(done, "its names begin with 'module.'")
 
 
-def record(folder, epoch, acc1):
-    averages = {"loss": 1.0, "acc1": acc1}
-    checkpoint.save_epoch(folder, epoch, averages, averages, {"w": torch.full((2,), float(epoch))})
+def save_epoch(folder, epoch, acc1):
+    metrics, weights = (
+        {"loss": 1.0, "acc1": acc1},
+        {"w": torch.full((2,), float(epoch))},
+    )
+    checkpoint.save_epoch(folder, epoch, metrics, metrics, weights)
 
 
-def test_record_keeps_the_best_and_drops_what_a_former_run_left(tmp_path):
+def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
     for epoch, acc1 in ((1, 50.0), (2, 70.0), (3, 60.0)):
-        record(tmp_path, epoch, acc1)
+        save_epoch(tmp_path, epoch, acc1)
     assert checkpoint.load(tmp_path / "best.pt")["w"].tolist() == [2, 2]
     assert checkpoint.load(tmp_path / "last.pt")["w"].tolist() == [3, 3]
-    record(tmp_path, 1, 40.0)
+    save_epoch(tmp_path, 1, 40.0)
     assert [row["epoch"] for row in checkpoint.read_metrics(tmp_path)] == [1]
     assert checkpoint.load(tmp_path / "best.pt")["w"].tolist() == [1, 1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best.pt",
-        "last.pt",
-        "metrics.jsonl",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.pt", "last.pt", "metrics.jsonl"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file_unchanged(tmp_path):
     path = tmp_path / "last.pt"
     checkpoint.save({"w": torch.zeros(10)}, path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # a full disk, without a disk
+    # What a full disk does, without a disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         with pytest.raises((OSError, RuntimeError)):
             checkpoint.save({"w": torch.zeros(100_000)}, path)
@@ -211,29 +224,23 @@ def test_loading_runs_no_code_from_the_file(tmp_path, monkeypatch):
     assert not (tmp_path / "was-run").exists()
 
 
-def test_launch_raises_when_the_child_fails_and_when_it_should_have(capfd):
+def test_launch_raises_when_the_child_fails_and_when_it_should_have_failed():
     assert lesson.launch(["-c", "print('yes')"]).stdout == "yes\n"
     with pytest.raises(subprocess.CalledProcessError):
         lesson.launch(["-c", "raise SystemExit(3)"])
     with pytest.raises(subprocess.CalledProcessError):
         lesson.launch(["-c", "pass"], fails=True)
-    assert "3" in str(lesson.launch(["-c", "raise SystemExit(3)"], fails=True).returncode)
+    assert lesson.launch(["-c", "raise SystemExit(3)"], fails=True).returncode == 3
     with pytest.raises(subprocess.CalledProcessError):
         lesson.launch(["-c", "import time; time.sleep(60)"], seconds=0.5)
-    assert lesson.launch(["-c", "import os; print(os.environ['A'])"], A="1").stdout == "1\n"
+    show_a = "import os; print(os.environ['A'])"
+    assert lesson.launch(["-c", show_a], A="1").stdout == "1\n"
 
 
-def test_difference_wants_the_same_names(tmp_path):
+def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
     checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
     checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
     checkpoint.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
     assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
     with pytest.raises(ValueError, match="module.w"):
         lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")
-
-
-def test_metrics_are_one_json_object_a_line(trained):
-    text = (trained("01_single_gpu").weights.parent / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    assert {"epoch", "train", "val"} == set(rows[0])
-    assert {"loss", "acc1", "acc5", "images", "seconds"} == set(rows[0]["train"])

@@ -1,4 +1,4 @@
-"""The data sets, each in torchvision's own file format, read by torchvision's own classes."""
+"""The data sets, in torchvision's own file formats, read by its own classes."""
 
 import gzip
 import http.server
@@ -7,15 +7,6 @@ import struct
 import threading
 from functools import partial
 
-from common import data
-from common import flags
-from tests.harness import fork
-from tests.harness import free_port
-from tests.test_bad_input import ENV
-from tools.stages import ROOT
-from tools.stages import launcher
-from tools.stages import stages
-
 import numpy as np
 import pytest
 import torch
@@ -23,17 +14,30 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torchvision import datasets
 
+from common import data
+from common import loader
+from common.args import ArgumentParser
+from tests.conftest import swept_unless
+from tests.fault_injection import use_mirror
+from tests.harness import LAUNCHED
+from tests.harness import LAUNCHERS
+from tests.harness import fork_ranks
+from tools.stages import stages
+
 STATE = np.random.RandomState(0)
 
 
 def arguments(*words):
-    return flags.Flags("").parse_args(["--device", "cpu", *map(str, words)])
+    return ArgumentParser("").parse_args(["--device", "cpu", *map(str, words)])
 
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """A CIFAR-10 and a CIFAR-100 of 40 training and 20 test images. Returns their folder."""
-    for kind, key, classes in ((datasets.CIFAR10, "labels", 10), (datasets.CIFAR100, "fine_labels", 100)):  # fmt: skip # noqa: E501
+    """The folder of a CIFAR-10 and a CIFAR-100 of 40 training and 20 test images."""
+    for kind, key, classes in (
+        (datasets.CIFAR10, "labels", 10),
+        (datasets.CIFAR100, "fine_labels", 100),
+    ):
         folder = tmp_path / kind.base_folder
         folder.mkdir()
         for name, number in (("train", 40), ("test", 20)):
@@ -42,7 +46,7 @@ def cifar(tmp_path, monkeypatch):
             (folder / name).write_bytes(pickle.dumps({"data": pixels, key: labels}))
         meta = {kind.meta["key"]: [str(i) for i in range(classes)]}
         (folder / kind.meta["filename"]).write_bytes(pickle.dumps(meta))
-        # The class checks its files by their MD5; ours are others.
+        # The class checks the MD5 of its files; ours have a different one.
         monkeypatch.setattr(kind, "train_list", [["train", None]])
         monkeypatch.setattr(kind, "test_list", [["test", None]])
         monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": None})
@@ -51,7 +55,8 @@ def cifar(tmp_path, monkeypatch):
 
 def idx(array):
     """Return an array of bytes in MNIST's idx format."""
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    return header + array.tobytes()
 
 
 def fashion_files():
@@ -83,7 +88,7 @@ def test_digits_are_split_once_for_all():
     assert torch.equal(train_set.images, again.images)
     images, labels = train_set.__getitems__(list(range(1500)))
     assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.float32
-    assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3  # normalised once
+    assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3  # normalized once
     assert labels.bincount().min() > 100
     ours = torch.cat([train_set.images, val_set.images]).flatten(1) / 255 * 16
     ours = torch.cat([ours, torch.cat([train_set.labels, val_set.labels])[:, None]], 1)
@@ -96,11 +101,11 @@ def test_digits_are_split_once_for_all():
 
 @pytest.mark.parametrize("name, classes", [("cifar10", 10), ("cifar100", 100)])
 def test_cifar(name, classes, cifar):
-    train_set, val_set = data.load_data(
-        arguments("--data", name, "--data-dir", cifar, "--batch-size", 10)
-    )
+    options = ("--data", name, "--data-dir", cifar, "--batch-size", 10)
+    train_set, val_set = data.load_data(arguments(*options))
     assert (len(train_set), len(val_set), train_set.classes) == (40, 20, classes)
-    assert train_set.images.dtype == torch.uint8 and train_set.images.shape == (40, 3, 32, 32)
+    assert train_set.images.dtype == torch.uint8
+    assert train_set.images.shape == (40, 3, 32, 32)
     images, labels = val_set.__getitems__([3, 0])
     assert images.shape == (2, 3, 32, 32) and labels.tolist() == [3, 0]
     mean, std = data.STATISTICS[name]
@@ -120,9 +125,8 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
     next_epoch, _ = train_set.__getitems__(list(range(40)))
     assert torch.equal(before, torch.default_generator.get_state())
     assert sum(torch.equal(a, b) for a, b in zip(images, next_epoch, strict=True)) < 10
-    other_seed, _ = data.load_data(arguments(*options, "--seed", 1))[0].__getitems__(
-        list(range(40))
-    )
+    other_set, _ = data.load_data(arguments(*options, "--seed", 1))
+    other_seed, _ = other_set.__getitems__(list(range(40)))
     assert sum(torch.equal(a, b) for a, b in zip(images, other_seed, strict=True)) < 10
 
 
@@ -132,9 +136,18 @@ def test_loader_workers_change_nothing(cifar, workers):
     args.workers = workers
     train_set, _ = data.load_data(args)
     train_set.epoch = 3
-    loader = torch.utils.data.DataLoader(train_set, batch_size=10, **data.loader_options(args))
-    images = torch.cat([batch for batch, _ in loader])
+    options = loader.loader_options(args)
+    batches = torch.utils.data.DataLoader(train_set, batch_size=10, **options)
+    images = torch.cat([batch for batch, _ in batches])
     assert torch.equal(images, train_set.__getitems__(list(range(40)))[0])
+
+
+def assert_trains(flags, folder):
+    """Train stage 01 for an epoch of two batches."""
+    (end,) = fork_ranks(stages()[0], 1, [*flags, "--epochs", "1"], folder)
+    done = end()
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
 
 
 def test_fashionmnist_by_the_script(tmp_path, device):
@@ -142,22 +155,19 @@ def test_fashionmnist_by_the_script(tmp_path, device):
     raw.mkdir(parents=True)
     for name, content in fashion_files().items():
         (raw / name).write_bytes(content)
-    options = ["--data", "fashionmnist", "--data-dir", tmp_path, "--epochs", 1, "--device", device]
-    done = fork(ROOT / stages()[0] / "train.py", options, tmp_path / "run")()
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
+    flags = ["--data", "fashionmnist", "--data-dir", tmp_path, "--device", device]
+    assert_trains(flags, tmp_path / "run")
 
 
 def test_image_folder_by_the_script(folder_of_images, tmp_path, device):
-    options = ["--data", "imagefolder", "--data-dir", folder_of_images, "--image-size", 32]
-    options += ["--epochs", 1, "--batch-size", 12, "--workers", 1, "--device", device]
-    done = fork(ROOT / stages()[0] / "train.py", options, tmp_path / "run")()
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
+    flags = ["--data", "imagefolder", "--data-dir", folder_of_images]
+    flags += ["--image-size", "32", "--batch-size", "12", "--workers", "1"]
+    assert_trains([*flags, "--device", device], tmp_path / "run")
 
 
 def test_image_folder_is_cropped_at_random_but_reproducibly(folder_of_images):
-    options = ["--data", "imagefolder", "--data-dir", folder_of_images, "--image-size", 32]
+    options = ["--data", "imagefolder", "--data-dir", folder_of_images]
+    options += ["--image-size", 32]
     train_set, val_set = data.load_data(arguments(*options, "--batch-size", 12))
     assert (len(train_set), len(val_set), val_set.classes) == (24, 10, 2)
     image, label = train_set[20]
@@ -187,15 +197,11 @@ class Counter(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def use_mirror(url):
-    """Have torchvision fetch FashionMNIST from `url`, without its check of the MD5."""
-    datasets.FashionMNIST.mirrors = [url]
-    datasets.FashionMNIST.resources = [(n, None) for n, _ in datasets.FashionMNIST.resources]
-
-
-@pytest.mark.parametrize("stage", [s for s in stages() if launcher(s) == "torchrun"])
+@pytest.mark.parametrize(
+    "stage", [swept_unless(stage == LAUNCHERS[0], stage) for stage in LAUNCHED]
+)
 def test_three_ranks_download_once(stage, tmp_path):
-    """The files come from a server on this machine, which counts what it is asked for."""
+    """From a server on this machine, which counts what it is asked for."""
     Counter.asked.clear()
     (tmp_path / "site").mkdir()
     for name, content in fashion_files().items():
@@ -203,19 +209,18 @@ def test_three_ranks_download_once(stage, tmp_path):
     handler = partial(Counter, directory=tmp_path / "site")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        prepare = partial(use_mirror, f"http://127.0.0.1:{server.server_port}/")
-        options = ["--data", "fashionmnist", "--data-dir", tmp_path / "data", "--download"]
-        options += ["--epochs", 1, "--device", "cpu"]
-        variables = {**ENV, "WORLD_SIZE": "3", "MASTER_PORT": free_port()}
-        ranks = [
-            fork(ROOT / stage / "train.py", options, tmp_path / str(rank), prepare=prepare,
-                 **{**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(3)
-        ]  # fmt: skip
-        done = [finish() for finish in ranks]
+        url = f"http://127.0.0.1:{server.server_port}/"
+        flags = ["--data", "fashionmnist", "--data-dir", tmp_path / "data"]
+        flags += ["--download", "--epochs", "1", "--device", "cpu"]
+        prepare = partial(use_mirror, url)
+        ends = fork_ranks(stage, 3, flags, tmp_path / "run", prepare=prepare)
+        done = [end() for end in ends]
         server.shutdown()
-    assert [one.returncode for one in done] == [0, 0, 0], done
-    assert "3 processes on gloo" in done[0].stdout and not done[1].stdout
-    # torchvision asks twice for a file it downloads once: first it looks where the address leads.
-    assert Counter.asked.count("train-images-idx3-ubyte.gz") == 2
-    assert sorted(Counter.asked) == sorted(2 * [f"{name}.gz" for name in fashion_files()])
+    assert [one.returncode for one in done] == [0] * len(ends), done
+    assert "3 processes on gloo" in done[0].stdout
+    assert not any(one.stdout for one in done[1:])
+    # torchvision asks twice for a file that it downloads once: the first time to see
+    # where the address leads.
+    assert sorted(Counter.asked) == sorted(
+        2 * [f"{name}.gz" for name in fashion_files()]
+    )

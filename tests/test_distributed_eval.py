@@ -1,14 +1,6 @@
-"""Stage 07: each process judges its own part of the set; the sums are those of the whole set."""
+"""Stage 07: each process evaluates its own shard, and the sums are those of the set."""
 
 import types
-
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import forkserver
-from tests.harness import train_in_forks
-from tests.test_chain import load
-from tools.stages import ROOT
-from tools.stages import stages
 
 import pytest
 import torch
@@ -19,7 +11,19 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from nbtools.sections import sections
+from tests.conftest import swept_unless
+from tests.harness import assert_one_error_line
+from tests.harness import fork
+from tests.harness import fork_ranks
+from tests.harness import forkserver
+from tests.harness import load_stage
+from tests.harness import train_in_forks
+from tools.stages import ROOT
+from tools.stages import stages
+
 SHARDED = stages()[6:]
+FIRST = SHARDED[0]
 SIZES = (1, 2, 3, 4, 7, 60, 61, 101, 297)
 
 
@@ -40,21 +44,18 @@ class Numbers(Dataset):
         return self.images[index], self.labels[index]
 
 
-def flags(**others):
+def arguments(**others):
     """Return what the functions of a stage's script read of the flags."""
-    names = {"device": torch.device("cpu"), "dtype": torch.float32, "amp": None, "workers": 0}
-    return types.SimpleNamespace(
-        **{**names, "seed": 0, "grad_accum_steps": 1, "predictions": None, **others}
-    )
+    values = {"device": torch.device("cpu"), "dtype": torch.float32, "amp": "off"}
+    values |= {"workers": 0, "seed": 0, "grad_accum_steps": 1, "save_logits": None}
+    return types.SimpleNamespace(**{**values, **others})
 
 
 def val_loaders(stage, n, processes, batch_size):
-    """Return the validation loader of each process, by the stage's own code, without processes."""
-    module, loaders = load(stage), []
-    module.data = types.SimpleNamespace(
-        load_data=lambda args: (Numbers(processes * batch_size), Numbers(n)),
-        loader_options=lambda args: {},
-    )
+    """Return the validation loader of each process, by the stage's own code."""
+    module, loaders = load_stage(stage), []
+    sets = (Numbers(processes * batch_size), Numbers(n))
+    module.data = types.SimpleNamespace(load_data=lambda _: sets)
     module.DistributedSampler = lambda *_, **__: None
     for rank in range(processes):
         module.dist = types.SimpleNamespace(
@@ -62,134 +63,167 @@ def val_loaders(stage, n, processes, batch_size):
             get_world_size=lambda: processes,
             barrier=lambda: None,
         )
-        loaders.append(module.make_loaders(flags(batch_size=processes * batch_size))[1])
+        args = arguments(batch_size=processes * batch_size)
+        loaders.append(module.make_loaders(args)[1])
     return loaders
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-@settings(max_examples=150, deadline=None)
-@given(
-    n=strategies.integers(1, 200),
-    processes=strategies.integers(1, 16),
-    batch_size=strategies.integers(1, 70),
+@pytest.mark.parametrize(
+    "stage, examples",
+    [swept_unless(n == 40, s, n) for s in SHARDED for n in (40, 300)],
 )
-def test_every_image_is_dealt_out_once(stage, n, processes, batch_size):
-    loaders = val_loaders(stage, n, processes, batch_size)
-    images = [torch.cat([torch.empty(0, 3), *(images for images, _ in one)]) for one in loaders]
-    counts = [len(part) for part in images]
-    assert sum(counts) == n
-    assert max(counts) - min(counts) <= 1
-    assert all(len(images) <= batch_size for one in loaders for images, _ in one)
-    whole = torch.full((n, 3), torch.nan)
-    for rank, part in enumerate(images):
-        whole[rank::processes] = part
-    assert torch.equal(whole, Numbers(n).images)
+def test_every_image_is_evaluated_once(stage, examples):
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(
+        n=strategies.integers(1, 200),
+        processes=strategies.integers(1, 16),
+        batch_size=strategies.integers(1, 70),
+    )
+    def check(n, processes, batch_size):
+        loaders = val_loaders(stage, n, processes, batch_size)
+        nothing = torch.empty(0, 3)
+        shards = [torch.cat([nothing, *(im for im, _ in one)]) for one in loaders]
+        sizes = [len(shard) for shard in shards]
+        assert sum(sizes) == n
+        assert max(sizes) - min(sizes) <= 1
+        assert all(len(images) <= batch_size for one in loaders for images, _ in one)
+        whole = torch.full((n, 3), torch.nan)
+        for rank, shard in enumerate(shards):
+            whole[rank::processes] = shard
+        assert torch.equal(whole, Numbers(n).images)
+
+    check()
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-@settings(max_examples=60, deadline=None)
-@given(
-    n=strategies.integers(1, 120),
-    processes=strategies.integers(1, 9),
-    batch_size=strategies.integers(1, 40),
+@pytest.mark.parametrize(
+    "stage, examples",
+    [swept_unless(n == 20, s, n) for s in SHARDED for n in (20, 150)],
 )
-def test_the_sums_of_the_parts_are_those_of_the_whole(stage, n, processes, batch_size):
-    """The stage's own evaluation, with an all_reduce that is an addition to what came before."""
-    total, model = torch.zeros(4, dtype=torch.float64), nn.Linear(3, 6)
-    module = load(stage)
-    module.is_main_process = lambda: False
+def test_the_sums_of_the_shards_are_those_of_the_set(stage, examples):
+    """The stage's own evaluation, with an all_reduce that adds to a common total."""
 
-    def add_up(sums):
-        total.add_(sums)
-        sums.fill_(1)  # a part may hold no image, the whole set never
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(
+        n=strategies.integers(1, 120),
+        processes=strategies.integers(1, 9),
+        batch_size=strategies.integers(1, 40),
+    )
+    def check(n, processes, batch_size):
+        total, model = torch.zeros(4, dtype=torch.float64), nn.Linear(3, 6)
+        module = load_stage(stage)
+        module.is_main_process = lambda: False
 
-    module.dist = types.SimpleNamespace(all_reduce=add_up)
-    for loader in val_loaders(stage, n, processes, batch_size):
-        module.evaluate(flags(), model, loader)
-    data = Numbers(n)
-    output = model(data.images)
-    ranks = (output > output.gather(1, data.labels[:, None])).sum(1)
-    assert total[1:].tolist() == [(ranks < 1).sum(), (ranks < 5).sum(), n]
-    loss = nn.functional.cross_entropy(output, data.labels, reduction="sum").item()
-    assert total[0].item() == pytest.approx(loss, rel=1e-5)
+        def add_up(sums):
+            total.add_(sums)
+            sums.fill_(1)  # a shard may hold no image, the set always does
+
+        module.dist = types.SimpleNamespace(all_reduce=add_up)
+        for loader in val_loaders(stage, n, processes, batch_size):
+            module.evaluate(arguments(), model, loader)
+        images, labels = Numbers(n).images, Numbers(n).labels
+        output = model(images)
+        ranks = (output > output.gather(1, labels[:, None])).sum(1)
+        assert total[1:].tolist() == [(ranks < 1).sum(), (ranks < 5).sum(), n]
+        loss = nn.functional.cross_entropy(output, labels, reduction="sum").item()
+        assert total[0].item() == pytest.approx(loss, rel=1e-5)
+
+    check()
+
+
+def small_model():
+    """Return a model with batch norm, always with the same weights."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Linear(16, 6)]
+    return nn.Sequential(*layers).double()
 
 
 def evaluate_in_rank(stage, rank, processes, folder):
-    """Be one process: evaluate sets of all sizes with a model whose running averages differ."""
+    """Be one process: evaluate sets of all sizes. Batch norm's statistics differ."""
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous-{processes}"
-    dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=store)
-    module, answers = load(stage), {}
+    dist.init_process_group("gloo", store, rank=rank, world_size=processes)
+    module, metrics = load_stage(stage), {}
     for n in SIZES:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Linear(16, 6))
-        model[1].running_mean += rank  # as after training: each process has seen its own images
+        model = small_model()
+        model[1].running_mean += rank  # in training each rank sees its own images
         model[1].running_var *= 1 + rank
-        model.double()
-        module.data.load_data = lambda args, n=n: (Numbers(60), Numbers(n))
-        module.data.loader_options = lambda args: {}
+        module.data.load_data = lambda _, n=n: (Numbers(60), Numbers(n))
         file = folder / f"{processes}-{n}.pt"
-        args = flags(batch_size=60, predictions=file, dtype=torch.float64)
+        args = arguments(batch_size=60, save_logits=file, dtype=torch.float64)
         _, loader = module.make_loaders(args)
-        averages = module.evaluate(args, model, loader)
-        answers[n] = {name: averages[name] for name in ("loss", "acc1", "acc5", "images")}
-    torch.save(answers, folder / f"{processes}-rank{rank}.pt")
+        metrics[n] = module.evaluate(args, model, loader)
+    torch.save(metrics, folder / f"{processes}-rank{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=SHARDED)
-def answers(request, tmp_path_factory):
-    """Return the folder into which 1 to 5 processes wrote their answers."""
-    folder = tmp_path_factory.mktemp("answers")
-    for processes in range(1, 6):
-        ranks = [
-            forkserver.Process(
-                target=evaluate_in_rank, args=(request.param, rank, processes, folder)
-            )
-            for rank in range(processes)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(60)
-            if rank.is_alive():
-                rank.kill()
-        assert [rank.exitcode for rank in ranks] == [0] * processes
-    return folder
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Return a function: let 1 to 5 processes evaluate; return their folder."""
+    folders = {}
+
+    def get(stage, *numbers):
+        folder = folders.setdefault(stage, tmp_path_factory.mktemp("evaluated"))
+        for processes in numbers:
+            if (folder / f"{processes}-rank0.pt").exists():
+                continue
+            calls = [(stage, rank, processes, folder) for rank in range(processes)]
+            ranks = [
+                forkserver.Process(target=evaluate_in_rank, args=call) for call in calls
+            ]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(60)
+                if rank.is_alive():
+                    rank.kill()
+            assert [rank.exitcode for rank in ranks] == [0] * processes
+        return folder
+
+    return get
 
 
-@pytest.mark.parametrize("processes", range(1, 6))
-def test_any_number_of_processes_gives_the_same_figures(answers, processes):
-    (one,) = (torch.load(answers / "1-rank0.pt"),)
+def is_default(stage, processes):
+    return (stage, processes) in ((FIRST, 1), (FIRST, 2), (FIRST, 5), (SHARDED[-1], 3))
+
+
+@pytest.mark.parametrize(
+    "stage, processes",
+    [swept_unless(is_default(s, n), s, n) for s in SHARDED for n in range(1, 6)],
+)
+def test_any_number_of_processes_gives_the_same_metrics_and_logits(
+    evaluated, stage, processes
+):
+    """Rank 0's batch norm statistics are the ones that count, and the ones saved."""
+    folder = evaluated(stage, 1, processes)
+    one = torch.load(folder / "1-rank0.pt")
     assert list(one) == list(SIZES)
     for rank in range(processes):
-        several = torch.load(answers / f"{processes}-rank{rank}.pt")
+        several = torch.load(folder / f"{processes}-rank{rank}.pt")
         for n in SIZES:
             assert several[n]["images"] == n
             assert several[n]["acc1"] == one[n]["acc1"]
             assert several[n]["acc5"] == one[n]["acc5"]
             assert several[n]["loss"] == pytest.approx(one[n]["loss"], rel=1e-12)
+    for n in SIZES:
+        logits = torch.load(folder / f"{processes}-{n}.pt")
+        assert logits.shape == (n, 6) and logits.dtype == torch.float64
+        expected = small_model().eval()(Numbers(n).images.double())
+        assert torch.allclose(logits, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("processes", range(1, 6))
-@pytest.mark.parametrize("n", SIZES)
-def test_the_logits_stand_in_the_order_of_the_set(answers, processes, n):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Linear(16, 6))
-    logits = torch.load(answers / f"{processes}-{n}.pt")
-    assert logits.shape == (n, 6) and logits.dtype == torch.float64
-    expected = model.double().eval()(Numbers(n).images.double())
-    assert torch.allclose(logits, expected, atol=1e-12)
+def test_later_stages_evaluate_by_the_same_lines():
+    """So what is shown of stage 07 in whole runs holds for them, too."""
+    assert len({"\n".join(sections(s)["5. evaluation"]) for s in SHARDED}) == 1
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_predictions_of_a_run_are_those_of_its_weights(stage, tmp_path, several, device):
-    """A set of 21 images, in bf16: two processes write what one writes from the saved weights."""
-    fake = ["--data", "fake", "--image-size", "8", "--images", "108", "--batch-size", "12"]
-    fake += ["--device", device, "--amp", "bf16", "--epochs", "2"]
+@pytest.mark.parametrize("stage", [swept_unless(s == FIRST, s) for s in SHARDED])
+def test_saved_logits_are_those_of_the_saved_weights(stage, tmp_path, several, device):
+    """A set of 21 images, in bf16, by two processes and by one."""
+    fake = ["--data", "fake", "--image-size", "8", "--images", "108"]
+    fake += ["--batch-size", "12", "--epochs", "2", "--amp", "bf16", "--device", device]
     first, second = tmp_path / "first.pt", tmp_path / "second.pt"
-    done = train_in_forks(stage, several, [*fake, "--save-logits", str(first)], tmp_path)
-    evaluate = ["--evaluate", str(done.weights), "--save-logits", str(second)]
+    done = train_in_forks(stage, several, [*fake, "--save-logits", first], tmp_path)
+    evaluate = ["--evaluate", done.weights, "--save-logits", second]
     (end,) = fork_ranks(stage, 1, [*fake, *evaluate], tmp_path / "again")
     assert end().stdout.startswith("val loss ")
     logits, again = torch.load(first), torch.load(second)
@@ -197,26 +231,31 @@ def test_predictions_of_a_run_are_those_of_its_weights(stage, tmp_path, several,
     assert torch.allclose(logits, again, atol=1e-2)
 
 
-@pytest.mark.parametrize("images", ["8", "45"])  # judged: one image, or nine
-@pytest.mark.parametrize("stage", SHARDED)
-def test_resnet18_with_batch_norm_is_judged_alike(
+# 15 images for training are 3 for evaluation; 8 are 1, and a shard is empty.
+@pytest.mark.parametrize(
+    "stage, images",
+    [swept_unless((s, n) == (FIRST, "15"), s, n) for s in SHARDED for n in ("15", "8")],
+)
+def test_a_resnet18_gets_the_metrics_of_its_saved_weights(
     stage, images, trained, several, device, tmp_path
 ):
-    """Batch norm's running averages are buffers: those of rank 0 are saved, and are judged."""
-    small = ["--arch", "resnet18", "--data", "fake", "--image-size", "8", "--images", images]
-    small += ["--batch-size", "4", "--dtype", "float64", "--lr", "0.001"]
+    """Batch norm's statistics are buffers: rank 0's are evaluated, and saved."""
+    small = ["--arch", "resnet18", "--data", "fake", "--image-size", "8"]
+    small += ["--images", images, "--batch-size", "4", "--dtype", "float64"]
+    small += ["--lr", "0.001"]
     done = trained(stage, several, *small, "--epochs", "1", how=train_in_forks)
-    evaluate = ["--evaluate", str(done.weights)]
-    (end,) = fork_ranks(stage, 1, [*small, *evaluate, "--device", device], tmp_path)
+    flags = [*small, "--evaluate", done.weights, "--device", device]
+    (end,) = fork_ranks(stage, 1, flags, tmp_path)
     again = end()
     assert again.stdout.startswith("val loss ")
     assert done.epochs[0].endswith(again.stdout.strip())
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("where", ["", "none/there.pt"])
-def test_predictions_need_a_file_that_can_be_written(stage, where, tmp_path):
-    done = fork(ROOT / stage / "train.py", ["--save-logits", tmp_path / where], tmp_path)()
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("train.py: error: --save-logits: ")
+@pytest.mark.parametrize(
+    "stage, where",
+    [swept_unless(s == FIRST, s, where) for s in SHARDED for where in ("", "none/x")],
+)
+def test_save_logits_needs_a_file_that_can_be_written(stage, where, tmp_path):
+    flags = ["--save-logits", tmp_path / where]
+    done = fork(ROOT / stage / "train.py", flags, tmp_path)()
+    assert_one_error_line(done, "--save-logits: ")

@@ -1,22 +1,32 @@
 """The notebooks run, alone and in a clean copy, and show the files as they are."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
+
+import nbformat
+import pytest
 
 from nbtools import lesson
 from tests.harness import ROOT
 from tests.harness import missing_for_slurm
 from tests.solutions import SOLUTIONS
 from tools import notebooks
+from tools.stages import known_files
 from tools.stages import stages
 
-import nbformat
-import pytest
-
 STAGES = stages()
-HEADINGS = ["The idea", "What changed", "Run it", "Prove it", "Break it", "Your turn", "Where next"]
+HEADINGS = [
+    "The idea",
+    "What changed",
+    "Run it",
+    "Prove it",
+    "Break it",
+    "Your turn",
+    "Where next",
+]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
 
 
@@ -33,30 +43,27 @@ def code_cells(stage):
 
 
 def printed(cell):
-    text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+    text = "".join(
+        o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"
+    )
     return re.sub(r"\x1b\[\d+m", "", text)
-
-
-def copy_of_the_files(folder):
-    """Copy the files that git knows or would add, and nothing else; return the copy's folder."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    copy = folder / "copy"
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    return copy
 
 
 @pytest.fixture
 def clean_copy(tmp_path):
-    return copy_of_the_files(tmp_path)
+    """A folder with a copy of the files that git tracks or would add."""
+    copy = tmp_path / "copy"
+    for path in known_files():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy / path)
+    return copy
 
 
 def files(folder):
-    """Return the files below a folder, but for Python's caches."""
-    return {p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    """Return the files below a folder, except Python's caches."""
+    return {
+        p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
 
 
 def nbval(notebook, compare=True):
@@ -68,7 +75,12 @@ def nbval(notebook, compare=True):
         "-p",
         "no:cacheprovider",
     ]
-    sanitize = ["--nbval-sanitize-with", str(ROOT / "tests/sanitize.cfg"), "-o", "addopts="]
+    sanitize = [
+        "--nbval-sanitize-with",
+        str(ROOT / "tests/sanitize.cfg"),
+        "-o",
+        "addopts=",
+    ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options, *sanitize, str(notebook)],
         cwd=notebook.parent,
@@ -83,43 +95,43 @@ def test_every_stage_has_one_notebook():
     assert notebooks.notebooks() == [path(stage) for stage in STAGES]
 
 
-def run_in_copy(stage, copy, without_slurm):
-    """Run a stage's notebook in a clean copy; return nbval's answer and the files left behind."""
-    if without_slurm:
-        script = copy / "tools/local_slurm.sh"
-        script.write_text(f"echo no cluster >&2; exit 2\n{script.read_text()}")
+def assert_it_runs(stage, copy, compare=True):
+    """Assert that a notebook's cells run in a clean copy, and leave no file behind.
+
+    compare: whether the outputs have to be the stored ones.
+    """
     before = files(copy)
-    done = nbval(copy / stage / f"{stage}.ipynb", compare=not without_slurm)
-    return done, files(copy) - before
-
-
-def assert_it_runs(stage, copy, without_slurm=False):
-    done, left = run_in_copy(stage, copy, without_slurm)
-    cells = len(code_cells(stage))
-    assert re.search(rf"^{cells} passed", done.stdout, re.MULTILINE), done.stdout[-5000:]
-    assert not left
+    done = nbval(copy / stage / f"{stage}.ipynb", compare)
+    passed = rf"^{len(code_cells(stage))} passed"
+    assert re.search(passed, done.stdout, re.MULTILINE), done.stdout[-5000:]
+    assert files(copy) == before
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_notebook_runs_alone_in_a_clean_copy(stage, clean_copy):
-    if stage == "06_slurm" and missing_for_slurm():
-        pytest.skip(missing_for_slurm())
-    assert_it_runs(stage, clean_copy)
+    without_slurm = stage == "06_slurm" and missing_for_slurm()
+    assert_it_runs(stage, clean_copy, compare=not without_slurm)
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
 def test_the_slurm_notebook_runs_without_a_cluster(clean_copy):
-    assert_it_runs("06_slurm", clean_copy, without_slurm=True)
+    script = clean_copy / "tools/local_slurm.sh"
+    script.write_text(f"echo no cluster >&2; exit 2\n{script.read_text()}")
+    assert_it_runs("06_slurm", clean_copy, compare=False)
 
 
 @pytest.mark.slow
 def test_a_failing_child_fails_its_cell(tmp_path):
-    source = "import sys; sys.path.insert(0, ROOT)\nfrom common import lesson\n"
-    source = (
-        source.replace("ROOT", repr(str(ROOT))) + "lesson.launch(['-c', 'raise SystemExit(1)'])"
-    )
-    cell = nbformat.v4.new_code_cell(source, execution_count=1)
+    lines = [
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})",
+        "from nbtools import lesson",
+        "lesson.launch(['-c', 'raise SystemExit(1)'])",
+    ]
+    cell = nbformat.v4.new_code_cell("\n".join(lines), execution_count=1)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "fails.ipynb")
     done = nbval(tmp_path / "fails.ipynb")
     assert done.returncode == 1
@@ -128,7 +140,7 @@ def test_a_failing_child_fails_its_cell(tmp_path):
 
 @pytest.mark.slow
 def test_rebuilding_changes_nothing(clean_copy):
-    """Two runs of a notebook with a process, a plot and an error in it give two equal files."""
+    """Two runs of a process, a plot and an error give two equal files."""
     notebook = clean_copy / "notebook.ipynb"
     sources = [
         "from nbtools import figures, lesson",
@@ -140,19 +152,21 @@ def test_rebuilding_changes_nothing(clean_copy):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
     contents = []
     for _ in range(2):
-        rebuild = [sys.executable, clean_copy / "tools/notebooks.py", notebook]
-        subprocess.run(rebuild, check=True, capture_output=True)
+        rebuild = [sys.executable, "-m", "tools.notebooks", notebook]
+        subprocess.run(rebuild, cwd=clean_copy, check=True, capture_output=True)
         contents.append(notebook.read_text())
     assert contents[0] == contents[1]
-    assert "image/png" in contents[0] and "Not solved yet: ZeroDivisionError" in contents[0]
+    assert "image/png" in contents[0]
+    assert "Not solved yet: ZeroDivisionError" in contents[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
     """Run from top to bottom, without timestamps, widgets or what a machine adds."""
+    text = path(stage).read_text()
     again = tmp_path / "again.ipynb"
     notebooks.write(book(stage), again)
-    assert again.read_text() == path(stage).read_text()
+    assert again.read_text() == text
     cells = code_cells(stage)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
@@ -160,7 +174,7 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
     assert not [output for output in outputs if output.get("name") == "stderr"]
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert kinds <= {"text/plain", "image/png"}
-    assert not re.search(r"\b(19|20)\d\d-\d\d-\d\d|\d\d:\d\d:\d\d", path(stage).read_text())
+    assert not re.search(r"\b(19|20)\d\d-\d\d-\d\d|\d\d:\d\d:\d\d", text)
     # A cell that shells out passes every notebook test when its command fails.
     sources = "\n".join(cell.source for cell in cells)
     assert not re.search(r"^\s*[!%]|= ?!|get_ipython|;\s*$", sources, re.MULTILINE)
@@ -168,7 +182,8 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_sections_stand_in_order(stage):
-    text = "\n".join(cell.source for cell in book(stage).cells if cell.cell_type == "markdown")
+    cells = [cell for cell in book(stage).cells if cell.cell_type == "markdown"]
+    text = "\n".join(cell.source for cell in cells)
     assert re.match(rf"# {stage[:2]} · ", text)
     assert "**The problem.**" in text
     found = re.findall(r"^## (.*)", text, re.MULTILINE)
@@ -190,7 +205,8 @@ def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
 
 
 def test_the_first_notebook_shows_its_whole_script():
-    shown = [printed(cell) for cell in code_cells(STAGES[0]) if "lesson.show(" in cell.source]
+    cells = [cell for cell in code_cells(STAGES[0]) if "lesson.show(" in cell.source]
+    shown = [printed(cell) for cell in cells]
     wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(STAGES[0]).values()]
     assert shown == wanted
 
@@ -202,12 +218,13 @@ def test_an_exercise_is_solved_by_its_solution_only(stage, capfd):
     exercises = [n for n, tag in enumerate(tags) if tag == ["exercise"]]
     assert 2 <= len(exercises) <= 3
     assert len(exercises) == len(SOLUTIONS[stage])
-    imports = [line for line in cells[0].source.splitlines() if re.match("import|from", line)]
+    imports = [ast.parse("from torch import nn").body[0]]
+    for node in ast.parse(cells[0].source).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+    first_lines = ast.unparse(ast.Module(imports, []))
     for n, solution in zip(exercises, SOLUTIONS[stage], strict=True):
         assert tags[n + 1] == ["check"]
-        for source, verdict in ((cells[n].source, "Not solved yet"), (solution, "Solved.")):
-            names = {}
-            exec("\n".join(["from torch import nn", *imports]), names)
-            exec(source, names)
-            exec(cells[n + 1].source, names)
+        for source, verdict in ((cells[n].source, "Not solved"), (solution, "Solved.")):
+            exec("\n".join([first_lines, source, cells[n + 1].source]), {})
             assert capfd.readouterr().out.splitlines()[-1].startswith(verdict), source

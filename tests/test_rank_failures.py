@@ -1,134 +1,115 @@
-"""A rank that falls, is killed or hangs, and a launcher that is stopped: all end, and soon."""
+"""A rank fails, is killed or hangs, or a launcher is stopped: everything ends soon."""
 
 import contextlib
 import os
 import re
 import signal
-import socket
 import time
+from pathlib import Path
 
-from nbtools.lesson import sections
-from tests.harness import ROOT
-from tests.harness import changed
-from tests.harness import family
-from tests.harness import started
-from tools.stages import command
-from tools.stages import launcher
-from tools.stages import stages
-from tools.stages import takes_processes
-
-import psutil
 import pytest
 
+from nbtools.sections import sections
+from tests.conftest import swept_unless
+from tests.harness import ENDLESS
+from tests.harness import LAUNCHED
+from tests.harness import LAUNCHERS
+from tests.harness import ROOT
+from tests.harness import assert_gone
+from tests.harness import family
+from tests.harness import fork_ranks
+from tests.harness import injected
+from tests.harness import kill
+from tests.harness import ports
+from tests.harness import ranks
+from tests.harness import started
+from tests.harness import wait_until
+from tools.stages import command
+from tools.stages import launcher
 
-def launches():
-    """Return the first stage of each way in which processes start and end.
-
-    What a fault does is decided by the launcher and by what follows `run`. A stage that has both
-    from an earlier one, but for comments, ends as that one does.
-    """
-    first = {}
-    for stage in ALL:
-        script = re.sub("  # .*", "", "\n".join(sections(stage)["6. the run"]))
-        first.setdefault((launcher(stage), script[script.index("\ndef main") :]), stage)
-    return list(first.values())
-
-
-ALL = [stage for stage in stages() if takes_processes(stage)]
-LAUNCHED = launches()
-LAUNCHERS = [  # the first stage of each
-    next(stage for stage in ALL if launcher(stage) == program) for program in ("torchrun", "python")
-]
-ENDLESS = ["--epochs", "100000"]
 GRACE = 30 + 90  # torchrun gives its ranks 30 seconds to end before it kills them
+TORCHRUN, SPAWN = LAUNCHERS
+# How a stage's processes are started. A fork of the tests' server proves as much as a
+# command about what stage 04 does after its imports; torchrun must be a command.
+BY_TORCHRUN = (TORCHRUN, "launched")
+FORKED = (SPAWN, "forked")
+SPAWNED = (SPAWN, "launched")
+STARTS = [BY_TORCHRUN, FORKED, swept_unless(False, *SPAWNED)]
+pytestmark = pytest.mark.usefixtures("two")
 
 
-@pytest.fixture(autouse=True)
-def two_processes(several):
-    if several < 2:
-        pytest.skip("a second process needs a second GPU")
+class Forked:
+    """A spawning stage in a fork, with what the tests use of a launched one."""
 
+    def __init__(self, arguments, folder, root, **variables):
+        options = {"root": root, **variables}
+        (self.end,) = fork_ranks(SPAWN, 2, arguments, folder, **options)
+        self.folder, self.pid = Path(folder), self.end.process.pid
 
-def alive(members):
-    """Return those of the processes that still run; a zombie does not."""
-    running = []
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                running.append(process)
-    return running
+    def screen(self):
+        paths = [self.folder / name for name in ("stdout", "stderr")]
+        return "".join(path.read_text() for path in paths if path.exists())
 
+    def wait_for(self, text):
+        wait_until(lambda: text in self.screen(), 300, self.screen)
+        self.members = family(self.pid)
 
-def ports(members):
-    """Return the TCP ports on which the processes listen."""
-    found = set()
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {
-                connection.laddr.port
-                for connection in process.net_connections("tcp")
-                if connection.status == psutil.CONN_LISTEN
-            }
-    return found
+    def ranks(self):
+        return family(self.pid)[1:]
 
-
-def answers(port):
-    """Return whether somebody on this machine takes connections at a port."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-def assert_gone(members, listening, seconds):
-    """Wait until the processes have ended and nobody answers at their ports.
-
-    A process whose first thread has ended counts as a zombie, but its other threads may still hold
-    a port for a moment.
-    """
-    end = time.monotonic() + seconds
-    while alive(members) or any(map(answers, listening)):
-        assert time.monotonic() < end, [process.cmdline() for process in alive(members)]
-        time.sleep(0.05)
-
-
-def ranks(child):
-    """Return the processes of the ranks, rank 0 first, and none of the helpers of an import."""
-    found = []
-    for process in child.members[1:]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie counts as such, too
-            if re.search("train.py|spawn_main", " ".join(process.cmdline())):
-                found.append(process)
-    return found
+    def wait(self, seconds):
+        self.end.process.join(seconds)
+        return self.end.process.exitcode
 
 
 @pytest.fixture
 def training(tmp_path, device):
-    """Return a function that starts a stage on two processes and waits until it trains."""
+    """Return a function that starts a stage on two processes, which then train."""
     with contextlib.ExitStack() as stack:
 
-        def start(stage, *flags, root=ROOT, folder=tmp_path):
+        def start(stage, how, *flags, root=ROOT, folder=tmp_path, **variables):
             folder.mkdir(exist_ok=True)
-            arguments = [*command(stage, 2, root), *ENDLESS, "--device", device, *flags]
-            child = stack.enter_context(started(arguments, folder))
+            flags = [*ENDLESS, "--device", device, *flags]
+            if how == "forked":
+                child = Forked(flags, folder, root, **variables)
+                stack.callback(lambda: kill([*child.members, *family(child.pid)]))
+            else:
+                arguments = [*command(stage, 2, root), *flags]
+                child = stack.enter_context(started(arguments, folder, **variables))
+                child.ranks = lambda: ranks(child)
             child.wait_for("epoch 2: ")
-            assert len(ranks(child)) == 2
+            assert len(child.ranks()) == 2
             return child
 
         yield start
 
 
+FAILS_IN_EPOCH_3 = """
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+steps = []
+
+def fail(*_):
+    steps.append(None)
+    if len(steps) == 60 and dist.get_rank() == 1:
+        raise RuntimeError("rank 1 failed")
+
+register_optimizer_step_post_hook(fail)
+"""
+
+
 @pytest.mark.fault(
-    stages="03 to 09",
-    what="a rank raises an error",
-    sees="the traceback of that rank, ending in `RuntimeError: rank 1 fell`; exit code 1",
+    stages="03 to 10",
+    what="a rank raises an exception",
+    sees="the traceback of that rank, ending in `RuntimeError: rank 1 failed`; exit"
+    " code 1",
     seconds=30,
-    lost="the run; with stage 09 the steps since the last checkpoint",
+    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
 )
-@pytest.mark.parametrize("stage", LAUNCHERS)
-def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path, fault):
-    old = "    dist.all_reduce(meter.sums)  # [03]"
-    new = '    if epoch == 3 and dist.get_rank() == 1:\n        raise RuntimeError("rank 1 fell")\n'
-    root = changed(stage, tmp_path / "copy", (old, new + old))
-    child = training(stage, root=root)
+@pytest.mark.parametrize("stage, how", STARTS)
+def test_a_rank_that_raises_ends_the_run(stage, how, training, tmp_path, fault):
+    root = injected(stage, tmp_path / "copy", FAILS_IN_EPOCH_3)
+    child = training(stage, how, root=root)
     assert child.wait(fault.seconds) == 1
     fault.assert_seen(child.screen())
     assert re.search(r"in train_one_epoch\n", child.screen())
@@ -136,67 +117,106 @@ def test_a_rank_that_raises_takes_the_run_down(stage, training, tmp_path, fault)
 
 
 @pytest.mark.fault(
-    stages="03 to 09",
-    what="a rank is killed, for want of memory for instance",
-    sees="which rank it was, and `SIGKILL`; the others' connections break; exit code 1",
+    stages="03 to 10",
+    what="a rank is killed, for example because it is out of memory",
+    sees="which rank it was, and `SIGKILL`; the connections of the others break; exit"
+    " code 1",
     seconds=30,
-    lost="the run; with stage 09 the steps since the last checkpoint",
+    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
 )
-@pytest.mark.parametrize("stage", LAUNCHERS)
-def test_a_rank_that_is_killed_takes_the_run_down(stage, training, fault):
-    child = training(stage)
-    ranks(child)[1].kill()
+@pytest.mark.parametrize("stage, how", STARTS)
+def test_a_rank_that_is_killed_ends_the_run(stage, how, training, fault):
+    child = training(stage, how)
+    child.ranks()[1].kill()
     assert child.wait(fault.seconds) == 1
     fault.assert_seen(child.screen())
     assert_gone(child.members, [], 10)
 
 
 @pytest.mark.fault(
-    stages="03 to 09",
+    stages="03 to 10",
     what="a rank hangs, here with `--timeout 5` seconds (300 by default)",
-    sees="after the timeout a traceback of the others with `timed out`; torchrun gives the one"
-    " that hangs another 30 s",
+    sees="after the timeout, a traceback of the others with `timed out`; the launcher"
+    " waits another 30 s for the rank that hangs",
     seconds=60,
-    lost="the run; with stage 09 the steps since the last checkpoint",
+    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
 )
-def test_a_rank_that_hangs_is_noticed_after_the_timeout(training, tmp_path, fault):
-    """Both launchers at once: most of the time goes by in waiting for torchrun's grace to end."""
-    children = []
-    for stage in LAUNCHERS:
-        children.append(training(stage, "--timeout", "5", folder=tmp_path / stage))
-        ranks(children[-1])[1].suspend()
-    for child in children:
-        assert child.wait(fault.seconds) == 1
-        fault.assert_seen(child.screen())
-        assert_gone(child.members, [], 10)
+@pytest.mark.sweep
+@pytest.mark.parametrize("stage", LAUNCHERS)
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(stage, training, fault):
+    child = training(stage, "launched", "--timeout", "5")
+    child.ranks()[1].suspend()
+    assert child.wait(fault.seconds) == 1
+    fault.assert_seen(child.screen())
+    assert_gone(child.members, [], 10)
 
 
-def test_the_launches_are_torchrun_and_spawn_and_the_stage_that_notes_signals():
-    assert LAUNCHERS == ["03_ddp_launch", "04_ddp_spawn"]
-    assert [*LAUNCHERS, "10_preemption"] == LAUNCHED
-    for stage in ALL:  # otherwise a launcher that is killed leaves its processes
-        assert "\n    attached.die_with_parent()" in "\n".join(sections(stage)["2. processes"])
+def test_a_rank_waits_for_one_that_hangs_until_the_timeout(tmp_path, device):
+    """Without a launcher, which would wait for the rank that hangs."""
+    flags = [*ENDLESS, "--device", device, "--timeout", "5"]
+    first, second = fork_ranks(TORCHRUN, 2, flags, tmp_path, seconds=60)
+    screen = tmp_path / "0/stdout"
+    wait_until(lambda: screen.exists() and "epoch 1: " in screen.read_text(), 60)
+    (rank,) = family(second.process.pid)
+    rank.suspend()
+    begin = time.monotonic()
+    done = first()
+    assert 4 < time.monotonic() - begin < 30
+    assert done.returncode == 1
+    assert "timed out" in done.stderr.lower()
+    kill([rank])
+
+
+def test_all_stages_start_and_end_like_03_or_04():
+    """So what is shown of these two holds for the others, too."""
+    programs = [launcher(stage) for stage in LAUNCHED]
+    assert [LAUNCHED[programs.index(p)] for p in ("torchrun", "python")] == LAUNCHERS
+    mains = {}
+    for stage in LAUNCHED:
+        text = "\n".join(sections(stage)["6. the run"])
+        mains.setdefault(text[text.index("\ndef main") :], []).append(stage)
+        setup = "\n".join(sections(stage)["2. processes"])
+        assert "\n    launch.die_with_parent(PARENT_PID)\n" in setup
+    spawning = ["04_ddp_spawn", "05_amp"]
+    assert list(mains.values()) == [
+        [s for s in LAUNCHED if s not in spawning],
+        spawning,
+    ]
 
 
 @pytest.mark.fault(
-    stages="03 to 09",
-    what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot hand on",
+    stages="03 to 10",
+    what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot pass"
+    " on to its processes",
     sees="no process and no port of the run is left; the exit code is not 0",
     seconds=60,
-    lost="the run; with stage 09 nothing after SIGTERM, else the steps since the last checkpoint",
+    lost="the run; with stage 09 the steps since the latest checkpoint, with stage 10"
+    " only after SIGKILL",
 )
-@pytest.mark.parametrize("stage, stop", [
-    *((stage, stop) for stage in LAUNCHERS for stop in (signal.SIGTERM, signal.SIGKILL)),
-    *((stage, signal.SIGINT) for stage in LAUNCHED),  # the others in tests/test_fault_tolerance.py
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stage, how, stop",
+    [
+        swept_unless(start == FORKED or stop == signal.SIGKILL, *start, stop)
+        for start in (BY_TORCHRUN, FORKED)
+        for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+    ]
+    + [
+        swept_unless(False, stage, "launched", stop)
+        for stage, stop in (
+            (SPAWN, signal.SIGTERM),
+            (SPAWN, signal.SIGKILL),
+            (SPAWN, signal.SIGINT),
+            ("10_preemption", signal.SIGINT),
+        )
+    ],
+)
 def test_a_launcher_that_is_stopped_leaves_nothing(
-    stage, stop, training, tmp_path, monkeypatch, fault
+    stage, how, stop, training, tmp_path, fault
 ):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    child = training(stage)
-    assert bool(list(temporary.glob("*/rendezvous"))) == (stage == "04_ddp_spawn")
+    child = training(stage, how, TMPDIR=str(temporary))
+    assert bool(list(temporary.glob("*/rendezvous"))) == (stage == SPAWN)
     listening = ports(child.members)
     os.kill(child.pid, stop)
     assert child.wait(fault.seconds) != 0
@@ -205,17 +225,23 @@ def test_a_launcher_that_is_stopped_leaves_nothing(
         assert not list(temporary.glob("*/rendezvous"))
 
 
-@pytest.mark.parametrize("stage", LAUNCHERS)
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_is_stopped_while_its_ranks_start(stage, stop, tmp_path, device):
-    """The ranks are still importing torch; they must neither wait for it nor train on their own."""
+@pytest.mark.parametrize(
+    "stage, stop",
+    [
+        swept_unless((stage, stop) == (TORCHRUN, signal.SIGKILL), stage, stop)
+        for stage in LAUNCHERS
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    ],
+)
+def test_a_launcher_that_is_stopped_while_its_ranks_start(
+    stage, stop, tmp_path, device
+):
+    """They are importing torch, and must neither wait for it nor train on their own."""
     arguments = [*command(stage, 2), *ENDLESS, "--device", device]
     with started(arguments, tmp_path) as child:
-        end = time.monotonic() + 300
-        while len(ranks(child)) < 2:
-            assert time.monotonic() < end
-            child.members = family(child.pid)
+        wait_until(lambda: len(ranks(child)) == 2, 300, child.screen)
+        child.members = family(child.pid)
         time.sleep(1)
         os.kill(child.pid, stop)
         assert child.wait(GRACE) != 0
-        assert_gone(child.members, [], 60)  # none hears of it before it has imported torch
+        assert_gone(child.members, [], 60)  # a rank notices after its imports

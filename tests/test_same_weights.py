@@ -1,9 +1,20 @@
 """Every stage trains the same model to the same weights, on any number of processes."""
 
+import functools
 import sys
 
+import pytest
+import torch
+
 from nbtools.lesson import max_abs_diff
-from tests.harness import changed
+from tests.conftest import swept_unless
+from tests.fault_injection import weights_kept
+from tests.fault_injection import without_ddp
+from tests.fault_injection import without_set_epoch
+from tests.harness import LAUNCHED
+from tests.harness import LAUNCHERS
+from tests.harness import call_all
+from tests.harness import counts
 from tests.harness import fork_ranks
 from tests.harness import free_port
 from tests.harness import run
@@ -13,10 +24,24 @@ from tools.stages import ROOT
 from tools.stages import stages
 from tools.stages import takes_processes
 
-import pytest
-
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+# Without --all: every stage on two processes, and one more number for three stages.
+PAIRS = [
+    swept_unless(
+        n == 2 or (stage[:2], n) in (("03", 1), ("07", 3), ("10", 4)), stage, n
+    )
+    for stage in LAUNCHED
+    for n in range(1, 5)
+]
+
+
+@pytest.fixture
+def alone(trained):
+    """Stage 01 in double precision, which all others are compared with."""
+    return trained("01_single_gpu", 1, *DOUBLE, how=train_in_forks)
 
 
 def assert_same(one, other):
@@ -29,31 +54,45 @@ def assert_same(one, other):
             assert a[part]["acc1"] == b[part]["acc1"]
 
 
-@pytest.fixture
-def alone(trained):
-    """Stage 01 in double precision, which all others are compared with."""
-    return trained("01_single_gpu", 1, *DOUBLE, how=train_in_forks)
-
-
 def test_dataparallel_equals_one_gpu(trained, alone):
     assert_same(alone, trained("02_dataparallel", 1, *DOUBLE, how=train_in_forks))
 
 
-def test_any_number_of_processes_equals_one_gpu(trained, alone, device, launched, processes):
-    done = trained(launched, processes, *DOUBLE, how=train_in_forks)
+@pytest.mark.parametrize("stage, processes", PAIRS)
+def test_any_number_of_processes_equals_one_gpu(
+    stage, processes, trained, alone, device
+):
+    if processes not in counts(device):
+        pytest.skip(f"{processes} processes need as many GPUs")
+    done = trained(stage, processes, *DOUBLE, how=train_in_forks)
     assert f"{processes} processes on {BACKENDS[device]}" in done.stdout
     assert_same(alone, done)
 
 
-def test_two_launchers_as_on_two_machines(alone, several, device, tmp_path):
+@pytest.mark.parametrize("stage", LAUNCHED[1:])
+def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
+    stage, trained, several
+):
+    """In float32: no mixed precision, one micro-batch, no checkpoints, no signal."""
+    flags = ("--epochs", "2")
+    first = trained("03_ddp_launch", several, *flags, how=train_in_forks)
+    done = trained(stage, several, *flags, how=train_in_forks)
+    assert max_abs_diff(done.weights, first.weights) == 0
+    if int(stage[:2]) < 7:
+        assert done.epochs == first.epochs
+    else:  # the loss is added up in another order
+        last = [one.rows[-1]["val"] for one in (done, first)]
+        assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-6)
+        assert last[0]["acc1"] == last[1]["acc1"]
+
+
+def test_two_launchers_as_on_two_machines(alone, two, device, tmp_path):
     """Two torchruns that meet at one address, as notebook 03 shows for two machines."""
-    if several < 2:
-        pytest.skip("a second process needs a second GPU")
     if device == "cuda":
         pytest.skip("both launchers of one machine would take its first GPU")
-    meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
-    meeting += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair"]
-    script = str(ROOT / "03_ddp_launch/train.py")
+    meeting = ["--nnodes=2", f"--nproc-per-node={two // 2}", "--rdzv-backend=c10d"]
+    meeting += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    script = ROOT / "03_ddp_launch/train.py"
     flags = [*DOUBLE, "--device", device, "--out-dir", str(tmp_path / "out")]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, script, *flags]
     (tmp_path / "second").mkdir()
@@ -65,54 +104,63 @@ def test_two_launchers_as_on_two_machines(alone, several, device, tmp_path):
     assert max_abs_diff(tmp_path / "out/last.pt", alone.weights) <= 1e-10
 
 
-@pytest.mark.parametrize("stage", stages())
-def test_copied_elsewhere_it_learns_and_float32_prints_the_same(trained, several, stage):
-    """A stage and common/, copied into an empty folder, and run from a third place as it says."""
-    done = trained(stage, several if takes_processes(stage) else 1)
+LAUNCHED_BY_DEFAULT = ["01_single_gpu", *LAUNCHERS]
+
+
+@pytest.mark.parametrize(
+    "stage", [swept_unless(stage in LAUNCHED_BY_DEFAULT, stage) for stage in stages()]
+)
+def test_a_copy_runs_by_its_command_learns_and_prints_what_stage_01_prints(
+    stage, trained, several
+):
+    """A stage and common/, copied into an empty folder, and run from a third folder."""
+    flags = ("--epochs", "3")
+    done = trained(stage, several if takes_processes(stage) else 1, *flags)
     losses = [row["train"]["loss"] for row in done.rows]
-    assert len(losses) == 5
+    assert len(losses) == 3
     assert losses[-1] < 0.1 * losses[0]
     assert done.rows[-1]["val"]["acc1"] >= 95
-    assert done.epochs == trained("01_single_gpu").epochs
+    assert done.epochs == trained("01_single_gpu", 1, *flags).epochs
 
 
 @pytest.fixture(scope="module")
 def weights_of_each_rank(device, several, tmp_path_factory):
-    """Return a function: train a changed copy of stage 03 and return the weights of every rank."""
+    """Return a function that trains stage 03 and returns the weights of every rank."""
     if several < 2:
         pytest.skip("a second process needs a second GPU")
 
-    def get(name, old, new):
-        folder = tmp_path_factory.mktemp(name)
-        every_rank = (
-            "if args.out_dir and is_main_process():",
-            "args.out_dir /= str(dist.get_rank())\n        if 1:",
+    def get(fault=None):
+        folder = tmp_path_factory.mktemp("ranks")
+        prepare = functools.partial(
+            call_all, fault, functools.partial(weights_kept, 50, folder)
         )
-        root = changed("03_ddp_launch", folder / "copy", (old, new), every_rank)
-        out = folder / "out"
-        flags = [*DOUBLE, "--device", device, "--out-dir", str(out)]
-        ends = fork_ranks("03_ddp_launch", several, flags, folder, root=root)
+        flags = [*DOUBLE, "--device", device]
+        ends = fork_ranks("03_ddp_launch", several, flags, folder, prepare=prepare)
         assert [end().returncode for end in ends] == [0] * several
-        # Every epoch's folder lies in the one before: out/RANK/RANK.
-        return [out / str(rank) / str(rank) / "last.pt" for rank in range(several)]
+        return [torch.load(folder / f"{rank}.pt") for rank in range(several)]
 
     return get
 
 
+def difference(one, other):
+    """Return the largest difference between two lists of weights."""
+    pairs = zip(one, other, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
 def test_all_ranks_hold_the_same_weights(weights_of_each_rank, alone):
-    first, second = weights_of_each_rank("as-it-is", "gc.collect()", "gc.collect()")
-    assert max_abs_diff(first, second) == 0
-    assert max_abs_diff(first, alone.weights) <= 1e-10
+    first, second = weights_of_each_rank()
+    assert difference(first, second) == 0
+    assert difference(first, torch.load(alone.weights).values()) <= 1e-10
 
 
-def test_without_ddp_the_ranks_part(weights_of_each_rank, alone):
-    wrap = "nn.parallel.DistributedDataParallel(model)"
-    first, second = weights_of_each_rank("no-ddp", wrap, "model")
-    assert max_abs_diff(first, second) > 1e-3
-    assert max_abs_diff(first, alone.weights) > 1e-3
+def test_without_ddp_the_ranks_diverge(weights_of_each_rank, alone):
+    first, second = weights_of_each_rank(without_ddp)
+    assert difference(first, second) > 1e-3
+    assert difference(first, torch.load(alone.weights).values()) > 1e-3
 
 
-def test_without_set_epoch_the_weights_are_others(weights_of_each_rank, alone):
-    first, second = weights_of_each_rank("no-set-epoch", "loader.sampler.set_epoch(epoch)", "pass")
-    assert max_abs_diff(first, second) == 0
-    assert max_abs_diff(first, alone.weights) > 1e-3
+def test_without_set_epoch_the_weights_differ(weights_of_each_rank, alone):
+    first, second = weights_of_each_rank(without_set_epoch)
+    assert difference(first, second) == 0
+    assert difference(first, torch.load(alone.weights).values()) > 1e-3

@@ -1,4 +1,8 @@
-"""Stage 06 on a real Slurm: the local cluster, both job files, and what ends a job."""
+"""The job files of the stages 06 and 10 on a real Slurm, and the local cluster itself.
+
+The first three tests belong together: while a job that was preempted waits for its next
+start, which Slurm delays, others run.
+"""
 
 import os
 import re
@@ -6,25 +10,30 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
-from types import SimpleNamespace
+
+import psutil
+import pytest
 
 from nbtools.lesson import max_abs_diff
+from tests.harness import ENDLESS
 from tests.harness import ROOT
+from tests.harness import assert_gone
+from tests.harness import assert_one_error_line
 from tests.harness import environment
 from tests.harness import fork
 from tests.harness import free_port
 from tests.harness import missing_for_slurm
 from tests.harness import train_in_forks
-from tests.test_rank_failures import ENDLESS
-from tests.test_rank_failures import alive
-from tests.test_rank_failures import answers
+from tests.harness import wait_until
 
-import psutil
-import pytest
-
-STAGE = ROOT / "06_slurm"
+SLURM = "06_slurm"
+PREEMPTION = "10_preemption"
+JOB, TORCHRUN = "job.sbatch", "job_torchrun.sbatch"
+CPU = ("--device", "cpu")
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +44,7 @@ def slurm():
 
 
 class Cluster:
-    """A local cluster of the test's own: `folder` and ports are no one else's."""
+    """A local cluster of the tests' own, with a folder and ports of its own."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -47,12 +56,14 @@ class Cluster:
             PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         )
 
-    def call(self, *arguments, check=True, **options):
-        """Run a command that shall see this cluster; return the CompletedProcess."""
+    def call(self, *arguments, check=True, variables=None, **options):
+        """Run a command for this cluster; return the CompletedProcess."""
         options = {"capture_output": True, "text": True, "timeout": 60, **options}
-        return subprocess.run(arguments, check=check, env=self.variables, **options)
+        variables = {**self.variables, **(variables or {})}
+        return subprocess.run(arguments, check=check, env=variables, **options)
 
     def script(self, what, check=True):
+        """Run tools/local_slurm.sh."""
         return self.call("bash", ROOT / "tools/local_slurm.sh", what, check=check)
 
     def members(self):
@@ -60,25 +71,29 @@ class Cluster:
         found = []
         for process in psutil.process_iter():
             try:
-                files = [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+                links = [*Path(f"/proc/{process.pid}/fd").iterdir()]
+                files = [link.readlink() for link in links]
             except OSError:
                 continue
             if any(self.folder in file.parents for file in files):
                 found.append(process)
         return found
 
-    def submit(self, name, *flags, per_node=1, cwd, stage=STAGE, **variables):
-        """Submit a stage's job file from the folder `cwd`; return the job's number and its log.
+    def submit(self, stage, name, *flags, per_node=1, cwd, **variables):
+        """Submit a stage's job file from the folder `cwd`; return the job.
 
-        It has two nodes; per_node: processes on each.
+        It gets two nodes, and `per_node` processes on each. The result has its `number`
+        and the path of its `log`.
         """
-        self.variables.update(variables)
-        option = "--cpus-per-task" if "torchrun" in name else "--ntasks-per-node"
-        words = ["sbatch", "--parsable", f"{option}={per_node}", stage / name, *map(str, flags)]
-        number = self.call(*words, cwd=cwd).stdout.strip()
-        for variable in variables:
-            del self.variables[variable]
-        return SimpleNamespace(number=number, log=Path(cwd, f"slurm-{number}.out"))
+        option = "--cpus-per-task" if name == TORCHRUN else "--ntasks-per-node"
+        words = ["sbatch", "--parsable", f"{option}={per_node}", ROOT / stage / name]
+        done = self.call(*words, *map(str, flags), cwd=cwd, variables=variables)
+        number = done.stdout.strip()
+        return types.SimpleNamespace(
+            number=number,
+            log=Path(cwd, f"slurm-{number}.out"),
+            checkpoints=Path(cwd, f"checkpoints-{number}"),
+        )
 
     def show(self, job):
         """Return what Slurm says of a job, as a dict."""
@@ -87,36 +102,58 @@ class Cluster:
 
     def wait(self, job, *states, seconds=300):
         """Wait until a job is in one of the states; return which."""
-        end = time.monotonic() + seconds
-        while (state := self.show(job)["JobState"]) not in states:
-            assert time.monotonic() < end, (state, job.log.exists() and job.log.read_text())
-            time.sleep(0.1)
-        return state
 
-    def wait_for(self, job, text, seconds=300):
-        """Wait until a job has written a text into its log."""
-        end = time.monotonic() + seconds
-        while not job.log.exists() or text not in job.log.read_text():
-            assert time.monotonic() < end, job.log.exists() and job.log.read_text()
-            assert self.show(job)["JobState"] in ("PENDING", "RUNNING"), job.log.read_text()
-            time.sleep(0.1)
+        def state():
+            now = self.show(job)["JobState"]
+            return now if now in states else None
+
+        return wait_until(state, seconds, lambda: log_of(job), every=0.1)
+
+    def wait_for(self, job, text, times=1, seconds=300):
+        """Wait until a job has written a text into its log so many times."""
+
+        def seen():
+            state = self.show(job)["JobState"]  # before the last look at the log
+            if log_of(job).count(text) >= times:
+                return True
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), log_of(job)
+            return False
+
+        wait_until(seen, seconds, lambda: log_of(job), every=0.1)
 
     def ranks(self, job):
         """Return the job's processes that train, by rank."""
         found = {}
         for process in psutil.process_iter():
             try:
-                words, environ = process.cmdline(), process.environ()
+                words, variables = process.cmdline(), process.environ()
             except psutil.Error:
                 continue
-            trains = "train.py" in " ".join(words) and "torch.distributed.run" not in words
-            if trains and environ.get("SLURM_JOB_ID") == job.number and "SLURM_STEP_ID" in environ:
-                found[environ.get("RANK", environ.get("SLURM_PROCID"))] = process
+            launches = (
+                "torch.distributed.run" in words or "SLURM_STEP_ID" not in variables
+            )
+            if launches or variables.get("SLURM_JOB_ID") != job.number:
+                continue
+            if "train.py" in " ".join(words):
+                found[variables.get("RANK", variables.get("SLURM_PROCID"))] = process
         return found
+
+    def send_time_limit_signal(self, job):
+        """Send the signal that Slurm sends to a job before its time is over."""
+        self.call("scancel", "--batch", "--signal=USR1", job.number)
+
+
+def log_of(job):
+    return job.log.read_text() if job.log.exists() else ""
+
+
+def steps_of(job):
+    """Return the steps of a job's checkpoints, the latest last."""
+    return sorted(int(path.stem[5:]) for path in job.checkpoints.glob("step-*"))
 
 
 @pytest.fixture(scope="module")
-def cluster(slurm):
+def cluster(slurm):  # noqa: ARG001
     one = Cluster("/run/local_cluster_of_the_tests")
     one.script("stop")  # what a killed test run left
     assert one.script("start").stdout.startswith("started\n")
@@ -132,212 +169,267 @@ def other():
     one.script("stop")
 
 
-def assert_gone(processes, seconds=60):
-    end = time.monotonic() + seconds
-    while alive(processes):
-        assert time.monotonic() < end, [process.cmdline() for process in alive(processes)]
-        time.sleep(0.1)
+# ---- jobs train to the same weights, preempted or not --------------------------------
+# One epoch of 600 steps, so that a job that is stopped has only the checkpoint that it
+# writes then.
+LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
+NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 
-def test_both_jobs_at_once_on_the_same_two_nodes_get_the_weights_of_stage_01(
-    cluster, trained, tmp_path
+@pytest.fixture(scope="module")
+def preempted(cluster, tmp_path_factory):
+    """A job that a more urgent one has taken the nodes from; it waits for them."""
+    folder = tmp_path_factory.mktemp("preempted")
+    flags = (*LONG, *NEVER, "--out-dir", folder / "out")
+    job = cluster.submit(PREEMPTION, JOB, *flags, cwd=folder)
+    cluster.wait_for(job, "2 processes on gloo")
+    job.ranks = cluster.ranks(job)
+    words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    cluster.call(*words, "--output=/dev/null", "--wrap=sleep 1", cwd=folder)
+    cluster.wait(job, "PENDING")
+    assert_gone(job.ranks.values(), [], 60)
+    job.steps = steps_of(job)
+    return job
+
+
+def test_a_preempted_job_saves_a_checkpoint_and_ends(preempted):
+    assert sorted(preempted.ranks) == ["0", "1"]
+    (step,) = preempted.steps
+    assert 0 < step < 600
+
+
+JOBS = [(SLURM, JOB), (SLURM, TORCHRUN), (PREEMPTION, TORCHRUN)]
+
+
+@pytest.mark.parametrize(
+    "per_node, files",
+    [(1, JOBS), pytest.param(2, JOBS[:2], marks=pytest.mark.sweep)],
+)
+def test_jobs_on_the_same_nodes_get_the_weights_of_stage_01(
+    per_node, files, cluster, trained, tmp_path
 ):
-    """Two tasks per node; with different seeds, so that neither can take the other's gradients."""
-    seeds = {"job.sbatch": [], "job_torchrun.sbatch": ["--seed", "1"]}
-    jobs = {}
-    for name, seed in seeds.items():
-        flags = ["--device", "cpu", *DOUBLE, *seed, "--out-dir", tmp_path / name]
-        jobs[name] = cluster.submit(name, *flags, per_node=2, cwd=tmp_path)
+    """They run at once, with different seeds: none can get the gradients of another."""
+    jobs = []
+    for seed, (stage, name) in enumerate(files):
+        out = tmp_path / f"out-{seed}"
+        flags = (*CPU, *DOUBLE, "--seed", seed, "--out-dir", out)
+        options = {"CHECKPOINT_DIR": f"own-{seed}"} if stage == PREEMPTION else {}
+        where = {"per_node": per_node, "cwd": tmp_path}
+        jobs.append(cluster.submit(stage, name, *flags, **where, **options))
     shown = []
-    for job in jobs.values():
-        state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-        assert state == "COMPLETED", job.log.read_text()
+    for job in jobs:
+        assert cluster.wait(job, *ENDED) == "COMPLETED", log_of(job)
         shown.append(cluster.show(job))
         assert (shown[-1]["NumNodes"], shown[-1]["Requeue"]) == ("2", "1")
-    assert shown[0]["NodeList"] == shown[1]["NodeList"]
-    assert max(one["StartTime"] for one in shown) < min(one["EndTime"] for one in shown)
-    for name, job in jobs.items():
-        log = job.log.read_text()
-        assert "4 processes on gloo" in log
-        assert len(re.findall("^epoch .: train", log, re.MULTILINE)) == 2  # one process prints
-        reference = trained("01_single_gpu", 1, *DOUBLE, *seeds[name], how=train_in_forks)
-        assert max_abs_diff(tmp_path / name / "last.pt", reference.weights) <= 1e-10
+    assert len({one["NodeList"] for one in shown}) == 1
+    last_start = max(one["StartTime"] for one in shown)
+    assert last_start < min(one["EndTime"] for one in shown)
+    for seed, job in enumerate(jobs):
+        log = log_of(job)
+        assert log.count(f"{2 * per_node} processes on gloo") == 1
+        assert len(re.findall("^epoch .: train", log, re.M)) == 2  # one process prints
+        flags = (*DOUBLE, "--seed", str(seed))
+        reference = trained("01_single_gpu", 1, *flags, how=train_in_forks)
+        ours = tmp_path / f"out-{seed}/last.pt"
+        assert max_abs_diff(ours, reference.weights) <= 1e-10
+    kept = sorted(path.name for path in tmp_path.glob("own-2/*"))
+    assert kept == ["step-000000025.pt", "step-000000050.pt"] * (files == JOBS)
 
 
 @pytest.mark.fault(
-    stages="06 to 08",
-    what="a rank of a job is killed",
-    sees="the job's state FAILED, and which task it was, in its log: `srun: error: ... task`",
-    seconds=60,
-    lost="the run",
+    stages="10",
+    what="a job is preempted by a more urgent one",
+    sees="Slurm requeues it; its log says `DUE TO PREEMPTION`, and `resumed from step`"
+    " when it runs again",
+    seconds=120,
+    lost="nothing",
 )
-@pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
+def test_a_preempted_job_resumes_by_itself(preempted, cluster, trained, fault):
+    state = cluster.wait(preempted, *ENDED, seconds=fault.seconds)
+    log = log_of(preempted)
+    assert state == "COMPLETED", log
+    fault.assert_seen(log)
+    assert f"resumed from step {preempted.steps[-1]}\n" in log
+    assert cluster.show(preempted)["Restarts"] == "1"
+    reference = trained(PREEMPTION, 2, *LONG, how=train_in_forks)
+    weights = preempted.log.parent / "out/last.pt"
+    assert max_abs_diff(weights, reference.weights) == 0
+    for line in reference.epochs:
+        assert f"{line}\n" in log
+
+
+def requeued_before_its_time_is_over(cluster, name, folder):
+    """Submit a job and send it the signal; return it and the line of its next start."""
+    flags = (*LONG, *NEVER, "--out-dir", folder / "out")
+    job = cluster.submit(PREEMPTION, name, *flags, cwd=folder)
+    cluster.wait_for(job, "2 processes on gloo")
+    ranks = cluster.ranks(job)
+    cluster.send_time_limit_signal(job)
+    assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", log_of(job)
+    assert_gone(ranks.values(), [], 60)
+    (step,) = steps_of(job)
+    assert 0 < step < 600
+    return job, f"resumed from step {step}\n"
+
+
+@pytest.mark.sweep
+@pytest.mark.fault(
+    stages="10",
+    what="a job's time is nearly over",
+    sees="`the time is nearly over` in its log; it is requeued, and says `resumed from"
+    " step` when it runs again",
+    seconds=120,
+    lost="nothing",
+)
+def test_before_its_time_is_over_a_job_is_requeued_and_resumes(
+    cluster, trained, tmp_path, fault
+):
+    job, resumed = requeued_before_its_time_is_over(cluster, JOB, tmp_path)
+    assert cluster.wait(job, *ENDED, seconds=fault.seconds) == "COMPLETED", log_of(job)
+    log = log_of(job)
+    fault.assert_seen(log)
+    assert log.count("2 processes on gloo") == 2
+    assert log.count(resumed) == 1
+    assert cluster.show(job)["Restarts"] == "1"
+    reference = trained(PREEMPTION, 2, *LONG, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.fault(
+    stages="10",
+    what="a rank of a job is killed, with job_torchrun.sbatch",
+    sees="`failed (exitcode: -9)` in the job's log, then `resumed from step`; in the"
+    " end the job's state is COMPLETED",
+    seconds=120,
+    lost="the steps since the last checkpoint, which are done again",
+)
+def test_torchruns_on_two_nodes_restart_a_killed_rank(
+    cluster, trained, tmp_path, fault
+):
+    """The job has been requeued before that, as above."""
+    job, resumed = requeued_before_its_time_is_over(cluster, TORCHRUN, tmp_path)
+    cluster.wait_for(job, resumed, seconds=fault.seconds)
+    cluster.ranks(job)["1"].kill()
+    assert cluster.wait(job, *ENDED, seconds=fault.seconds) == "COMPLETED", log_of(job)
+    log = log_of(job)
+    fault.assert_seen(log)
+    assert log.count("2 processes on gloo") == 3
+    assert log.count(resumed) == 2
+    reference = trained(PREEMPTION, 2, *LONG, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
+
+
+@pytest.mark.sweep
+def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
+    """It would be requeued forever: its processes are still importing torch."""
+    job = cluster.submit(PREEMPTION, JOB, *CPU, cwd=tmp_path)
+    cluster.wait(job, "RUNNING")
+    time.sleep(1)
+    cluster.send_time_limit_signal(job)
+    assert cluster.wait(job, "FAILED", "PENDING", "COMPLETED") == "FAILED"
+    assert "the time is nearly over" in log_of(job)
+    assert steps_of(job) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.fault(
+    stages="06 to 08",
+    what="a job's time is nearly over",
+    sees="`the time is nearly over` in its log; it is requeued, once, and starts over",
+    seconds=60,
+    lost="the run so far",
+)
+def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault):
+    flags = (*CPU, "--epochs", 60)
+    job = cluster.submit(SLURM, JOB, *flags, cwd=tmp_path)
+    cluster.wait_for(job, "epoch 2: ")
+    ranks = cluster.ranks(job)
+    cluster.send_time_limit_signal(job)
+    cluster.wait_for(job, "the time is nearly over")
+    cluster.wait(job, "PENDING")
+    assert_gone(ranks.values(), [], 60)
+    cluster.wait(job, "RUNNING", seconds=fault.seconds)
+    fault.assert_seen(log_of(job))
+    cluster.wait_for(job, "epoch 1: ", times=2)
+    assert cluster.show(job)["Restarts"] == "1"
+    cluster.send_time_limit_signal(job)
+    assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
+
+
+# ---- jobs that end early -------------------------------------------------------------
+@pytest.mark.sweep
+@pytest.mark.fault(
+    stages="06 to 09",
+    what="a rank of a job is killed",
+    sees="the job's state FAILED, and in its log which task it was: `srun: error: ..."
+    " task`",
+    seconds=60,
+    lost="the run; in stage 09 the steps since the last checkpoint",
+)
+@pytest.mark.parametrize("name", [JOB, TORCHRUN])
 def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
-    job = cluster.submit(name, "--device", "cpu", *ENDLESS, cwd=tmp_path)
+    job = cluster.submit(SLURM, name, *CPU, *ENDLESS, cwd=tmp_path)
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
     assert sorted(ranks) == ["0", "1"]
     ranks["1"].kill()
-    assert cluster.wait(job, "FAILED", "COMPLETED", seconds=fault.seconds) == "FAILED"
-    fault.assert_seen(job.log.read_text())
-    assert_gone(ranks.values())
+    state = cluster.wait(job, "FAILED", "COMPLETED", seconds=fault.seconds)
+    assert state == "FAILED"
+    fault.assert_seen(log_of(job))
+    assert_gone(ranks.values(), [], 60)
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(
-    stages="06 to 09",
+    stages="06 to 10",
     what="a job is cancelled with scancel",
-    sees="the job's state CANCELLED and, in its log, `CANCELLED`; no process and no port is left",
+    sees="the job's state CANCELLED, and `CANCELLED` in its log; no process and no port"
+    " of it is left",
     seconds=60,
-    lost="the run; with stage 09 nothing, it can go on from a checkpoint",
+    lost="the run; in stage 09 the steps since the last checkpoint; in stage 10"
+    " nothing",
 )
-@pytest.mark.parametrize("name", ["job.sbatch", "job_torchrun.sbatch"])
+@pytest.mark.parametrize("name", [JOB, TORCHRUN])
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
-    script = ROOT / "07_distributed_eval/train.py"
-    job = cluster.submit(name, "--device", "cpu", *ENDLESS, cwd=tmp_path, SCRIPT=str(script))
+    script = str(ROOT / "07_distributed_eval/train.py")
+    flags = (*CPU, *ENDLESS)
+    job = cluster.submit(SLURM, name, *flags, cwd=tmp_path, SCRIPT=script)
     cluster.wait_for(job, "epoch 2: ")
     ranks = cluster.ranks(job)
-    assert len(ranks) == 2 and all(str(script) in rank.cmdline() for rank in ranks.values())
+    assert len(ranks) == 2
+    assert all(script in rank.cmdline() for rank in ranks.values())
     cluster.call("scancel", job.number)
     assert cluster.wait(job, "CANCELLED", seconds=fault.seconds) == "CANCELLED"
-    assert_gone(ranks.values())
-    fault.assert_seen(job.log.read_text())
+    rank_0s_port = 10000 + int(job.number) % 20000
+    assert_gone(ranks.values(), [rank_0s_port], 60)
+    fault.assert_seen(log_of(job))
     assert cluster.call("squeue", "--noheader").stdout == ""
-    assert not answers(10000 + int(job.number) % 20000)  # rank 0's port
-
-
-@pytest.mark.fault(
-    stages="06 to 08",
-    what="a job's time is nearly over",
-    sees="`the time is nearly over` in its log; it is queued again, once, and begins anew",
-    seconds=60,
-    lost="the run so far",
-)
-def test_before_its_time_is_over_a_job_is_queued_again(cluster, tmp_path, fault):
-    """Slurm's signal, sent by hand; the job trains from the start, once more and not for ever."""
-    job = cluster.submit("job.sbatch", "--device", "cpu", *ENDLESS, "--epochs", 60, cwd=tmp_path)
-    cluster.wait_for(job, "epoch 2: ")
-    ranks = cluster.ranks(job)
-    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
-    cluster.wait_for(job, "the time is nearly over")
-    cluster.wait(job, "PENDING")
-    assert_gone(ranks.values())
-    cluster.wait(job, "RUNNING", seconds=fault.seconds)
-    log = job.log.read_text()
-    fault.assert_seen(log)
-    end = time.monotonic() + 300
-    while job.log.read_text().count("epoch 1: ") < 2:
-        assert time.monotonic() < end, log
-        time.sleep(0.1)
-    assert cluster.show(job)["Restarts"] == "1"
-    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
-    assert cluster.wait(job, "FAILED", "PENDING") == "FAILED"
-
-
-# One epoch of 600 steps, so a job that is stopped has no checkpoint but the one it writes then.
-LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
-NEVER = ("--checkpoint-every", "1000000", "--device", "cpu")
-
-
-def at(folder):
-    """Say to `Cluster.submit` that the job is stage 09's, submitted from a folder."""
-    return {"cwd": folder, "stage": ROOT / "10_preemption"}
-
-
-def stopped_by_slurms_signal(cluster, job, cwd):
-    """Send the signal that a job gets before its time is over; return the step of its checkpoint."""
-    ranks = cluster.ranks(job)
-    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
-    assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", job.log.read_text()
-    assert_gone(ranks.values())
-    return steps_of(job, cwd)[-1]
-
-
-def steps_of(job, cwd):
-    """Return the steps of the checkpoints that a job has written."""
-    return [int(path.stem[5:]) for path in sorted(Path(cwd, f"checkpoints-{job.number}").glob("*"))]
-
-
-@pytest.mark.fault(
-    stages="09",
-    what="a job is preempted by a more urgent one, or its time is nearly over",
-    sees="it is queued again by itself, and its log says `DUE TO PREEMPTION` or `the time "
-    "is nearly over`, and `goes on after step` when it runs again",
-    seconds=120,
-    lost="nothing",
-)
-def test_a_preempted_job_and_one_whose_time_is_over_go_on(cluster, trained, tmp_path, fault):
-    """Both happen to the same job, which is long enough; no bit of its weights knows of it."""
-    reference = trained("10_preemption", 2, *LONG, how=train_in_forks)
-    job = cluster.submit("job.sbatch", *LONG, *NEVER, "--out-dir", tmp_path / "out", **at(tmp_path))
-    cluster.wait_for(job, "2 processes on gloo")
-    ranks = cluster.ranks(job)
-    words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
-    cluster.call(*words, "--output=/dev/null", "--wrap=sleep 2", cwd=tmp_path)
-    cluster.wait(job, "PENDING")
-    assert_gone(ranks.values())
-    (first,) = steps_of(job, tmp_path)
-    cluster.wait_for(job, f"goes on after step {first}\n", seconds=fault.seconds)
-    second = stopped_by_slurms_signal(cluster, job, tmp_path)
-    assert 0 < first < second < 600
-    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=fault.seconds)
-    log = job.log.read_text()
-    fault.assert_seen(log)
-    assert state == "COMPLETED" and f"goes on after step {second}\n" in log, log
-    assert cluster.show(job)["Restarts"] == "2"
-    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
-    for line in reference.epochs:  # each epoch ended with the figures of the other run
-        assert f"{line}\n" in log
-
-
-@pytest.mark.fault(
-    stages="09",
-    what="a rank of a job is killed, with job_torchrun.sbatch",
-    sees="`failed (exitcode: -9)` in the job's log, then `goes on after step`; the job's "
-    "state COMPLETED in the end",
-    seconds=120,
-    lost="the steps since the last checkpoint, taken once more",
-)
-def test_torchruns_on_two_nodes_start_a_killed_rank_again(cluster, trained, tmp_path, fault):
-    """Before that its time is nearly over, as above."""
-    reference = trained("10_preemption", 2, *LONG, how=train_in_forks)
-    flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
-    job = cluster.submit("job_torchrun.sbatch", *flags, **at(tmp_path))
-    cluster.wait_for(job, "2 processes on gloo")
-    step = stopped_by_slurms_signal(cluster, job, tmp_path)
-    assert 0 < step < 600
-    cluster.wait_for(job, f"goes on after step {step}\n", seconds=fault.seconds)
-    cluster.ranks(job)["1"].kill()
-    ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-    state = cluster.wait(job, *ends, seconds=fault.seconds)
-    log = job.log.read_text()
-    assert state == "COMPLETED", log
-    fault.assert_seen(log)
-    assert log.count("2 processes on gloo") == 3
-    assert log.count(f"goes on after step {step}\n") == 2
-    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
-
-
-def test_a_job_that_gets_no_further_is_not_queued_again(cluster, tmp_path):
-    job = cluster.submit("job.sbatch", cwd=tmp_path, stage=ROOT / "10_preemption")
-    cluster.wait(job, "RUNNING")
-    time.sleep(1)  # its processes are importing torch
-    cluster.call("scancel", "--batch", "--signal=USR1", job.number)
-    assert cluster.wait(job, "FAILED", "PENDING", "COMPLETED") == "FAILED"
-    assert "the time is nearly over" in job.log.read_text()
-    assert steps_of(job, tmp_path) == []
 
 
 def test_a_job_file_that_cannot_find_the_script_says_so(cluster, tmp_path):
     words = ["sbatch", "--parsable", "--output=slurm-%j.out"]
-    with (STAGE / "job.sbatch").open() as file:
+    with (ROOT / SLURM / JOB).open() as file:
         number = cluster.call(*words, stdin=file, cwd=tmp_path).stdout.strip()
-    job = SimpleNamespace(number=number, log=tmp_path / f"slurm-{number}.out")
+    job = types.SimpleNamespace(number=number, log=tmp_path / f"slurm-{number}.out")
     assert cluster.wait(job, "FAILED", "COMPLETED") == "FAILED"
-    assert "set SCRIPT to its path" in job.log.read_text()
+    assert "set SCRIPT to its path" in log_of(job)
     assert cluster.show(job)["ExitCode"] == "2:0"
 
 
+# ---- the variables that srun sets ----------------------------------------------------
+@pytest.mark.parametrize("stage", [SLURM, PREEMPTION])
+def test_without_srun_the_shell_of_a_job_is_no_launcher(stage, tmp_path):
+    """Its variables name a task, but only srun says how many tasks there are."""
+    variables = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    variables["SLURM_NTASKS"] = "2"
+    done = fork(ROOT / stage / "train.py", [*CPU], tmp_path, **variables)()
+    command = f"start with sbatch {stage}/job.sbatch or torchrun "
+    assert_one_error_line(done, f"RANK is not set; a launcher sets it: {command}")
+
+
+# ---- the local cluster ---------------------------------------------------------------
 def test_the_cluster_listens_on_loopback_only(cluster):
     members = cluster.members()
     names = {process.name() for process in members}
@@ -350,34 +442,37 @@ def test_the_cluster_listens_on_loopback_only(cluster):
     ]
     assert len(listening) == 3
     assert {address.ip for address in listening} == {"127.0.0.1"}
-    assert {address.port for address in listening} == {cluster.port + n for n in range(3)}
+    assert {address.port for address in listening} == {
+        cluster.port + n for n in range(3)
+    }
 
 
-def test_start_and_stop_may_be_called_twice(cluster):
+def test_starting_it_again_changes_nothing(cluster):
     before = {process.pid for process in cluster.members()}
-    assert cluster.script("start").stdout.startswith("it runs already\n")
+    assert cluster.script("start").stdout.startswith("it is running already\n")
     assert {process.pid for process in cluster.members()} == before
     assert "idle node[1-2]" in cluster.script("status").stdout
 
 
+@pytest.mark.sweep
 def test_one_cluster_leaves_another_alone_and_no_trace(cluster, other):
     assert other.script("status", check=False).returncode == 1
     assert other.script("start").stdout.startswith("started\n")
     steps = subprocess.Popen(
-        ["srun", "--nodes=2", "sleep", "1000"], env=other.variables, stderr=subprocess.DEVNULL
+        ["srun", "--nodes=2", "sleep", "1000"],
+        env=other.variables,
+        stderr=subprocess.DEVNULL,
     )
-    end = time.monotonic() + 30
-    while len(other.members()) < 6:  # the four daemons and a starter of tasks on each node
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    # the four daemons, and on each node the one that starts the tasks
+    wait_until(lambda: len(other.members()) >= 6, 30, every=0.1)
     members = other.members()
-    sleeping = [p for p in psutil.process_iter(["cmdline"]) if "1000" in (p.info["cmdline"] or [])]
+    processes = psutil.process_iter(["cmdline"])
+    sleeping = [p for p in processes if "1000" in (p.info["cmdline"] or [])]
     assert len(sleeping) >= 2
     assert other.script("stop").stdout == "stopped\n"
     assert steps.wait(10) != 0
-    assert not alive([*members, *sleeping])
+    assert_gone([*members, *sleeping], [other.port + n for n in range(3)], 1)
     assert not other.folder.exists()
-    assert not any(answers(other.port + n) for n in range(3))
     assert other.script("stop").stdout == "stopped\n"
     assert "idle node[1-2]" in cluster.script("status").stdout
 
@@ -385,9 +480,9 @@ def test_one_cluster_leaves_another_alone_and_no_trace(cluster, other):
 @pytest.mark.parametrize(
     "what, named",
     [
-        ("start", "is not a folder of this script's"),
-        ("stop", "is not a folder of this script's"),
-        ("restart", "restart is none of start, status and stop"),
+        ("start", "was not made by this script"),
+        ("stop", "was not made by this script"),
+        ("restart", "restart is not one of start, status and stop"),
     ],
 )
 def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
@@ -395,7 +490,8 @@ def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
     done = Cluster(tmp_path).script(what, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("local_slurm.sh: error: ") and named in line
+    assert line.startswith("local_slurm.sh: error: ")
+    assert named in line
     assert (tmp_path / "mine").read_text() == "keep me"
 
 
@@ -408,12 +504,3 @@ def test_a_cluster_without_slurm_names_the_packages(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.endswith("type: apt-get install slurmctld slurmd slurm-client munge")
-
-
-def test_the_script_in_the_shell_of_a_job_says_who_starts_it(tmp_path):
-    variables = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    script = STAGE / "train.py"
-    done = fork(script, [], tmp_path, **variables)()
-    assert done.returncode == 2
-    assert "SLURM_STEP_NUM_TASKS is not set" in done.stderr
-    assert "start with: sbatch 06_slurm/job.sbatch or torchrun" in done.stderr
