@@ -61,7 +61,7 @@ def parse_args():
         "--grad-accum-steps",
         type=positive_int,
         default=1,
-        help="micro-batches that each process splits its part of the batch into",
+        help="micro-batches that each process splits its local batch into",
     )
     # [09] on a disk that every node sees, and that outlives the job
     parser.add_argument(
@@ -145,7 +145,7 @@ def make_loaders(args):
     # [08] the loader's batches stay as they are: a step sees the same images as before
     micro_batch_size = local_batch_size // args.grad_accum_steps
     if micro_batch_size == 0:
-        fail(f"--grad-accum-steps {args.grad_accum_steps}: a process has fewer images")
+        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} images")
     options = loader_options(args)
     train_loader = DataLoader(
         train_set,

@@ -218,7 +218,7 @@ def test_evaluation_takes_no_larger_batches_than_training(
         swept_unless(stage == FIRST, stage, *case)
         for stage in ACCUMULATING
         for case in [
-            ("31", "--grad-accum-steps 31: a process has fewer images"),
+            ("31", "--grad-accum-steps: a local batch has only 30 images"),
             ("0", "--grad-accum-steps: '0' is not an integer, 1 or more"),
             ("1.5", "--grad-accum-steps: '1.5' is not an integer"),
         ]

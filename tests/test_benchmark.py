@@ -1,6 +1,7 @@
 """The benchmark: it measures what it says, and the README shows what it measured."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -120,3 +121,10 @@ def test_bad_input_gets_one_line(flags, named, tmp_path):
     (line,) = done.stderr.splitlines()
     assert line.startswith("compare.py: error: ") and named in line
     assert not (tmp_path / "x.json").exists()
+
+
+def test_the_cost_of_a_vote_is_measured_both_ways(tmp_path):
+    done = run([sys.executable, "-m", "benchmarks.vote_cost", "20"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(.*): \d+\.\d\d ms per step$", done.stdout, re.MULTILINE)
+    assert found == ["looked at a step later", "waited for at once"]
