@@ -25,6 +25,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -147,6 +148,10 @@ def started(arguments, folder, cwd=ROOT, **variables):
             stdout=out,
             stderr=err,
             start_new_session=True,
+            # Whoever starts the tests in the background has them ignore Ctrl-C.
+            preexec_fn=functools.partial(
+                signal.signal, signal.SIGINT, signal.default_int_handler
+            ),
         )
     child.screen = lambda: "".join(path.read_text() for path in outputs)
     child.members = []
@@ -227,6 +232,7 @@ def in_fork(script, arguments, folder, variables, prepare):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(Path(folder) / name, flags), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `started`
     os.environ.clear()
     os.environ.update(environment(**variables))
     multiprocessing.set_start_method(None, force=True)  # not the fork server's
