@@ -73,7 +73,9 @@ def test_the_limit_of_two_processes_with_and_without_communication(args, several
     works = [(row["processes"], row["batch_size"]) for row in rows]
     assert works == [(2, 60), (2, 120)]
     for row in rows:
-        assert all(len(row[kind]) == 2 and min(row[kind]) > 0 for kind in KINDS)
+        assert all(len(row[kind]) == 2 for kind in KINDS)
+        # Communication is a difference of the two, which noise can make negative.
+        assert min(*row["bare"], *row["ddp"]) > 0
         assert max(row["communication"]) < 1
 
 
