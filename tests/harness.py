@@ -38,6 +38,7 @@ import psutil
 import torch
 from torch import multiprocessing as mp
 
+from common import data
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
@@ -87,6 +88,14 @@ def load_stage(stage):
     spec = importlib.util.spec_from_file_location(f"stage_{stage}", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def load_stage_for_vectors(stage):
+    """Return a stage's script as a module that takes float vectors for images."""
+    module = load_stage(stage)
+    module.data = types.SimpleNamespace(**vars(data))
+    module.data.normalize = lambda args, vectors: vectors.to(args.dtype)
     return module
 
 

@@ -15,6 +15,7 @@ from tests.harness import assert_one_error_line
 from tests.harness import counts
 from tests.harness import fork_ranks
 from tests.harness import load_stage
+from tests.harness import load_stage_for_vectors
 from tests.harness import train_in_forks
 from tools.stages import stages
 
@@ -81,7 +82,7 @@ class Accumulation:
     """Accumulates the gradients of a batch of 13 images by a stage's own function."""
 
     def __init__(self, stage, micro_batches):
-        self.accumulate = load_stage(stage).accumulate_gradients
+        self.accumulate = load_stage_for_vectors(stage).accumulate_gradients
         torch.manual_seed(0)
         layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 6)]
         self.model = nn.Sequential(*layers).double()
@@ -197,6 +198,7 @@ def test_evaluation_takes_no_larger_batches_than_training(
         grad_accum_steps=micro_batches,
         seed=0,
         workers=0,
+        data="digits",
         device=torch.device("cpu"),
     )
     train_loader, val_loader = module.make_loaders(args)

@@ -21,7 +21,7 @@ from tests.harness import assert_one_error_line
 from tests.harness import call_all
 from tests.harness import fork
 from tests.harness import fork_ranks
-from tests.harness import load_stage
+from tests.harness import load_stage_for_vectors
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
@@ -95,7 +95,7 @@ class Steps:
 
     def __init__(self, stage):
         self.stage = stage
-        self.module = load_stage(stage)
+        self.module = load_stage_for_vectors(stage)
 
     def __call__(self, scale, steps=1, images=None, amp="fp16", clip=None, norm=False):
         """Train for `steps` steps from a loss scale of `scale`.

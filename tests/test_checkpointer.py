@@ -26,6 +26,7 @@ from tests.resume_harness import step_of
 COMPARED_FLAGS = {
     *("data", "image_size", "images", "arch", "pretrained", "epochs", "batch_size"),
     *("lr", "weight_decay", "seed", "dtype", "sync_bn", "amp", "clip_grad"),
+    *("memory_format", "tf32", "deterministic"),
 }
 SUMS = torch.arange(8, dtype=torch.float64).reshape(2, 4)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from common import checkpoint
 from common import data
+from common import launch
 from common import lr_schedule
 from common import meters
 from common.args import ArgumentParser
@@ -23,6 +24,7 @@ from common.model import make_model
 from nbtools import lesson
 from tests.harness import assert_one_error_line
 from tests.harness import fork
+from tests.harness import load_stage
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 
@@ -104,6 +106,49 @@ def test_the_default_model_has_nothing_that_a_split_batch_changes():
     assert torch.allclose(model(images), halves)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
+    """By default no TF32, and the same bits every time."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32
+    flags = [*(["--tf32"] * tf32), *(["--no-deterministic"] * (not deterministic))]
+    try:
+        load_stage("01_single_gpu").setup(arguments(*flags))
+        assert cudnn.deterministic == deterministic
+        assert cudnn.allow_tf32 == matmul.allow_tf32 == tf32
+    finally:
+        cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", ["channels_last", "contiguous"])
+def test_a_stage_trains_in_the_memory_format_asked_for(name, device, tmp_path):
+    flags = ["--epochs", "1", "--memory-format", name, "--device", device]
+    done = train_in_forks("01_single_gpu", 1, flags, tmp_path)
+    weights = checkpoint.load(done.weights).values()
+    kernels = [w for w in weights if w.dim() == 4 and w.shape[1] > 1 and w.shape[2] > 1]
+    assert len(kernels) == 6  # a kernel of one channel, or of one pixel, is both
+    for kernel in kernels:
+        assert kernel.is_contiguous() == (name == "contiguous")
+        is_last = kernel.is_contiguous(memory_format=torch.channels_last)
+        assert is_last == (name == "channels_last")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_memory_that_tensors_free_is_kept():
+    """Ten tensors of 4 MB, ten times, are 100,000 pages if each is fetched anew."""
+    launch.keep_freed_memory()
+
+    def fill():
+        return [torch.ones(2**20) for _ in range(10)]
+
+    fill()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        fill()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
+
+
 @pytest.mark.parametrize(
     "arch", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_32"]
 )
@@ -111,7 +156,7 @@ def test_torchvision_models_by_name(arch):
     fake = ("--data", "fake", "--image-size", 64, "--images", 60)
     args = arguments("--arch", arch, *fake)
     train_set, _ = data.load_data(args)
-    images, _ = train_set.__getitems__([0, 1])
+    images = data.normalize(args, train_set.__getitems__([0, 1])[0])
     assert make_model(args, train_set).eval()(images).shape == (2, 10)
 
 

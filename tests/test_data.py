@@ -82,13 +82,16 @@ def folder_of_images(tmp_path):
 
 
 def test_digits_are_split_once_for_all():
-    train_set, val_set = data.load_data(arguments("--seed", 1))
+    args = arguments("--seed", 1)
+    train_set, val_set = data.load_data(args)
     assert (len(train_set), len(val_set), train_set.classes) == (1500, 297, 10)
     again, _ = data.load_data(arguments("--seed", 2))
     assert torch.equal(train_set.images, again.images)
     images, labels = train_set.__getitems__(list(range(1500)))
-    assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.float32
-    assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3  # normalized once
+    assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.uint8
+    inputs = data.normalize(args, images)
+    assert inputs.shape == images.shape and inputs.dtype == torch.float32
+    assert abs(inputs.mean()) < 1e-3 and abs(inputs.std() - 1) < 1e-3
     assert labels.bincount().min() > 100
     ours = torch.cat([train_set.images, val_set.images]).flatten(1) / 255 * 16
     ours = torch.cat([ours, torch.cat([train_set.labels, val_set.labels])[:, None]], 1)
@@ -102,15 +105,49 @@ def test_digits_are_split_once_for_all():
 @pytest.mark.parametrize("name, classes", [("cifar10", 10), ("cifar100", 100)])
 def test_cifar(name, classes, cifar):
     options = ("--data", name, "--data-dir", cifar, "--batch-size", 10)
-    train_set, val_set = data.load_data(arguments(*options))
+    args = arguments(*options, "--dtype", "float64")
+    train_set, val_set = data.load_data(args)
     assert (len(train_set), len(val_set), train_set.classes) == (40, 20, classes)
     assert train_set.images.dtype == torch.uint8
     assert train_set.images.shape == (40, 3, 32, 32)
     images, labels = val_set.__getitems__([3, 0])
     assert images.shape == (2, 3, 32, 32) and labels.tolist() == [3, 0]
     mean, std = data.STATISTICS[name]
-    red = val_set.images[3, 0].float() / 255
-    assert torch.allclose(images[0, 0], (red - mean[0]) / std[0], atol=1e-6)
+    red = val_set.images[3, 0].double() / 255
+    inputs = data.normalize(args, images)
+    assert inputs.dtype == torch.float64
+    assert torch.allclose(inputs[0, 0], (red - mean[0]) / std[0], atol=1e-12)
+
+
+def test_augmentation_is_a_crop_of_the_padded_image_and_a_flip(cifar):
+    options = ("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
+    train_set, _ = data.load_data(arguments(*options))
+    originals = torch.nn.functional.pad(train_set.images, [4] * 4)
+    seen = set()
+    for epoch in range(20):
+        train_set.epoch = epoch
+        images, labels = train_set.__getitems__(list(range(40)))
+        assert labels.tolist() == train_set.labels.tolist()
+        for image, original in zip(images, originals, strict=True):
+            crops = original.unfold(1, 32, 1).unfold(2, 32, 1)  # [C, 9, 9, 32, 32]
+            for flip, one in enumerate((image, image.flip(2))):
+                same = (crops == one[:, None, None]).all(-1).all(-1).all(0)
+                seen |= {(flip, *place) for place in same.nonzero().tolist()}
+    # 800 draws of 162 equally likely results: 161 are expected, and 150 for certain.
+    assert len(seen) > 150
+
+
+def test_random_integers_are_uniform_and_independent():
+    numbers = data.random_integers(3, 5, 1, indices=range(20_000)) / 2**32
+    assert numbers.shape == (3, 20_000) and numbers.min() >= 0 and numbers.max() < 1
+    # Standard errors are 0.002 and 0.007 here.
+    assert abs(numbers.mean(axis=1) - 0.5).max() < 0.01
+    assert abs(numbers.var(axis=1) - 1 / 12).max() < 0.003
+    rows = [*numbers, *data.random_integers(3, 5, 2, indices=range(20_000))]
+    correlations = np.corrcoef([*rows, np.roll(numbers[0], 1)])
+    assert abs(correlations - np.eye(7)).max() < 0.035
+    again = data.random_integers(3, 5, 1, indices=[7, 19_999])
+    assert (again / 2**32 == numbers[:, [7, 19_999]]).all()
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
@@ -132,14 +169,46 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_workers_change_nothing(cifar, workers):
+    """Workers live longer than an epoch, and see the number of the next one."""
     args = arguments("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
     args.workers = workers
     train_set, _ = data.load_data(args)
-    train_set.epoch = 3
     options = loader.loader_options(args)
+    assert options["persistent_workers"] == (workers > 0)
     batches = torch.utils.data.DataLoader(train_set, batch_size=10, **options)
-    images = torch.cat([batch for batch, _ in batches])
-    assert torch.equal(images, train_set.__getitems__(list(range(40)))[0])
+    for epoch in (3, 4):
+        train_set.epoch = epoch
+        images = torch.cat([batch for batch, _ in batches])
+        assert torch.equal(images, train_set.__getitems__(list(range(40)))[0])
+
+
+def test_workers_by_default(monkeypatch):
+    cpu, args = arguments(), arguments()
+    assert loader.num_workers(cpu) == 0
+    args.device = torch.device("cuda")
+    assert loader.num_workers(args) == 0  # one core gathers more than a GPU trains on
+    args.data = cpu.data = "imagefolder"
+    assert loader.num_workers(cpu) == 0
+    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: range(16))
+    for processes, workers in (("1", 8), ("4", 3), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert loader.num_workers(args) == workers
+    args.workers = 5
+    assert loader.num_workers(args) == 5
+
+
+@pytest.mark.parametrize(
+    "name, mode", [("a.jpg", "RGB"), ("a.png", "L"), ("a.png", "I;16"), ("a.tiff", "L")]
+)
+def test_an_image_file_of_any_kind_is_read(name, mode, tmp_path):
+    """A gray one has three equal channels; one of 16 bits keeps the upper 8."""
+    gray = np.linspace(0, 255, 12 * 8).round().reshape(12, 8).astype(np.uint8)
+    pixels = {"RGB": np.stack([gray] * 3, -1), "L": gray, "I;16": gray * np.uint16(257)}
+    Image.fromarray(pixels[mode]).save(tmp_path / name)
+    image = data.read_image(str(tmp_path / name))
+    assert image.shape == (3, 12, 8) and image.dtype == torch.uint8
+    worst = (image.int() - torch.from_numpy(gray.astype(int))).abs().max()
+    assert worst <= (6 if name.endswith("jpg") else 0)
 
 
 def assert_trains(flags, folder):
@@ -171,7 +240,7 @@ def test_image_folder_is_cropped_at_random_but_reproducibly(folder_of_images):
     train_set, val_set = data.load_data(arguments(*options, "--batch-size", 12))
     assert (len(train_set), len(val_set), val_set.classes) == (24, 10, 2)
     image, label = train_set[20]
-    assert image.shape == (3, 32, 32) and image.dtype == torch.float32 and label == 1
+    assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
     assert torch.equal(image, train_set[20][0])
     train_set.epoch = 1
     assert not torch.equal(image, train_set[20][0])

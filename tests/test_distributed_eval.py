@@ -17,7 +17,7 @@ from tests.harness import assert_one_error_line
 from tests.harness import fork
 from tests.harness import fork_ranks
 from tests.harness import forkserver
-from tests.harness import load_stage
+from tests.harness import load_stage_for_vectors
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
@@ -53,9 +53,9 @@ def arguments(**others):
 
 def val_loaders(stage, n, processes, batch_size):
     """Return the validation loader of each process, by the stage's own code."""
-    module, loaders = load_stage(stage), []
+    module, loaders = load_stage_for_vectors(stage), []
     sets = (Numbers(processes * batch_size), Numbers(n))
-    module.data = types.SimpleNamespace(load_data=lambda _: sets)
+    module.data.load_data = lambda _: sets
     module.DistributedSampler = lambda *_, **__: None
     for rank in range(processes):
         module.dist = types.SimpleNamespace(
@@ -110,7 +110,7 @@ def test_the_sums_of_the_shards_are_those_of_the_set(stage, examples):
     )
     def check(n, processes, batch_size):
         total, model = torch.zeros(4, dtype=torch.float64), nn.Linear(3, 6)
-        module = load_stage(stage)
+        module = load_stage_for_vectors(stage)
         module.is_main_process = lambda: False
 
         def add_up(sums):
@@ -142,7 +142,7 @@ def evaluate_in_rank(stage, rank, processes, folder):
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous-{processes}"
     dist.init_process_group("gloo", store, rank=rank, world_size=processes)
-    module, metrics = load_stage(stage), {}
+    module, metrics = load_stage_for_vectors(stage), {}
     for n in SIZES:
         model = small_model()
         model[1].running_mean += rank  # in training each rank sees its own images
