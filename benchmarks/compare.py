@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torchvision
 
+from benchmarks.instrument import LAST
 from benchmarks.report import draw
 from benchmarks.report import show
 from common.args import ArgumentParser
@@ -44,15 +45,21 @@ WORK = (
     "weight_decay",
     "seed",
     "device",
+    "memory_format",
+    "tf32",
 )
 NAMES = {"off": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LOCAL_BATCH_SIZE = 30  # by default
+STEPS = 10  # of an epoch, by default
 HERE = Path(__file__).resolve().parent
 
 
 def parse_args():
     """Parse and check the flags: those of every stage, and what to measure."""
     parser = ArgumentParser(__doc__)
-    parser.set_defaults(data="fake", image_size=32, images=None, epochs=3)
+    parser.set_defaults(
+        data="fake", image_size=32, images=None, epochs=6, batch_size=None, workers=0
+    )
     add = parser.add_argument
     add("stages", nargs="*", metavar="STAGE", help="(default: all stages)")
     add(
@@ -64,7 +71,7 @@ def parse_args():
     add(
         "--rounds",
         type=positive_int,
-        default=3,
+        default=1,
         help="runs of each stage; the first of a run's --epochs warms up",
     )
     add("--processes", type=positive_int, help="(default: the number of GPUs, or 2)")
@@ -91,15 +98,13 @@ def parse_args():
     add("--show", type=existing_file, help="print the results in this file and exit")
     args = parser.parse_args()
     args.stages = args.stages or stages()
-    args.images = (
-        args.images or 10 * args.batch_size
-    )  # ten steps are an epoch, and a window
     for stage in args.stages:
         if stage not in stages():
             names = " ".join(stages())
             parser.error(f"there is no stage {stage}; the stages are {names}")
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     args.processes = args.processes or gpus or 2
+    args.batch_size = args.batch_size or LOCAL_BATCH_SIZE * args.processes
     if args.scaling is None:
         args.scaling = [n for n in (1, 2, 4) if not gpus or n <= gpus]
     if args.batch_sizes is None:
@@ -114,37 +119,55 @@ def parse_args():
                 f"--batch-size {size} is the global batch: it must be divisible by the"
                 f" number of processes ({processes})"
             )
+        if num_images(args, size) // size < LAST + 1:
+            parser.error(
+                f"--images {args.images}: an epoch with --batch-size {size} needs at"
+                f" least {LAST + 1} steps, since some of them are counted"
+            )
     return args
 
 
-def run(arguments, folder):
-    """Run a command from the repository's folder.
+def num_images(args, batch_size):
+    """Return --images, or by default those of an epoch of ten steps."""
+    return args.images or STEPS * batch_size
 
-    Return its standard output, its standard error and the peak resident memory, in
-    bytes, of the largest of its processes. The number of threads is left to the
-    command.
+
+def run(arguments, folder):
+    """Run a command from the repository's folder; return its standard error.
+
+    The number of threads is left to the command.
     """
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
-        child = subprocess.Popen(arguments, cwd=ROOT, stdout=out, stderr=err)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        texts = [file.read() for file in (out, err) if file.seek(0) == 0]
+        child = subprocess.run(arguments, cwd=ROOT, stdout=out, stderr=err, check=False)
+        err.seek(0)
+        text = err.read()
     if child.returncode:
-        sys.stderr.write(texts[1])
+        sys.stderr.write(text)
         fail(f"exit code {child.returncode} of: {' '.join(arguments)}")
-    scale = 1 if sys.platform == "darwin" else 1024
-    return *texts, usage.ru_maxrss * scale
+    return text
 
 
 def work(args, *names, **others):
     """Return the flags of the work, as arguments; `others` replace some."""
     values = {name: getattr(args, name) for name in (*WORK, *names)} | others
-    pairs = [(f"--{name.replace('_', '-')}", str(v)) for name, v in values.items()]
-    return [word for pair in pairs for word in pair]
+    words = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value).removeprefix("torch.")]
+    return words
 
 
 def has_flag(stage, flag):
     return f'"{flag}"' in (ROOT / stage / "train.py").read_text()
+
+
+def median_and_range(values):
+    """Return the median, the least and the most of a list of numbers."""
+    middle = statistics.median(values)
+    return {"median": middle, "least": min(values), "most": max(values)}
 
 
 def pooled(rows):
@@ -158,81 +181,67 @@ def pooled(rows):
         else:
             for name in row.keys() - named.keys():
                 same[name] += row[name]
-    for row in kept:
-        for name, value in row.items():
-            if isinstance(value, list):
-                median = statistics.median(value)
-                row[name] = {"median": median, "least": min(value), "most": max(value)}
-    return kept
+    return [
+        {k: median_and_range(v) if isinstance(v, list) else v for k, v in row.items()}
+        for row in kept
+    ]
 
 
-def train(args, stage, processes, **others):
-    """Train a stage by its own command; return what was measured.
+def between(values):
+    """Return the means of neighbors, one fewer than there are values."""
+    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
 
-    A window is an epoch, and the first warms up.
+
+def precision(args, stage):
+    """Return the name of the format that a stage computes its products in."""
+    if args.amp != "off" and has_flag(stage, "--amp"):
+        return NAMES[args.amp]
+    return "TF32" if args.tf32 and args.device.type == "cuda" else NAMES["off"]
+
+
+def train(args, stage, processes, batch_size, limits="bare"):
+    """Train a stage by its own command; return what was measured and what was counted.
+
+    A window is an epoch, and the first warms up. The ratios compare each with the mean
+    of the windows of the limit just before and just after it.
     """
     amp = ["amp"] if has_flag(stage, "--amp") else []
+    images = num_images(args, batch_size)
+    flags = work(args, *amp, batch_size=batch_size, images=images)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = [*command(stage, processes), *work(args, *amp, **others)]
-        _, progress, memory = run(
-            [*arguments, "--out-dir", str(folder / "out")], folder
-        )
-        text = (folder / "out/metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()][1:]
+        arguments = command(stage, processes)
+        place = arguments.index(str(ROOT / stage / "train.py"))
+        file = folder / "instrument.json"
+        arguments[place:place] = ["-m", "benchmarks.instrument", str(file), limits]
+        out = ["--out-dir", str(folder / "out")]
+        progress = run([*arguments, *flags, *out], folder)
+        lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+        counted = json.loads(file.read_text())
+    rows = [json.loads(line) for line in lines][1:]
+    seconds = [row["train"]["seconds"] for row in rows]
+    trained = rows[0]["train"]["images"]
+    limit = {name: between(taken) for name, taken in counted.pop("limit").items()}
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": `batch` includes `data`
     last_step = r"^epoch \d+ (\d+)/\1 +data (\S+) ms +batch (\S+) ms"
     steps = re.findall(last_step, progress, re.MULTILINE)[1:]
-    return {
+    row = {
         "stage": stage,
         "processes": processes,
-        "batch_size": others.get("batch_size", args.batch_size),
-        "precision": NAMES[args.amp] if amp else NAMES["off"],
-        "images_per_s": [
-            row["train"]["images"] / row["train"]["seconds"] for row in rows
-        ],
-        "epoch_s": [row["train"]["seconds"] for row in rows],
+        "batch_size": batch_size,
+        "precision": precision(args, stage),
+        "images_per_s": [trained / s for s in seconds],
+        "limit_images_per_s": [trained / s for s in limit["bare"]],
+        "of_limit": [b / s for b, s in zip(limit["bare"], seconds, strict=True)],
+        "epoch_s": seconds,
         "evaluation_s": [row["val"]["seconds"] for row in rows],
         "loading": [float(data) / float(step) for _, data, step in steps],
-        "bytes": [memory],
+        "bytes": [counted.pop("bytes")],
     }
-
-
-def limits(args, processes, sizes, amp):
-    """Return rows of the images/s with one batch on the device, bare and with DDP.
-
-    Windows of the two alternate. The part of a step's time with DDP that the bare model
-    does not need is communication. One process runs without DDP only.
-    """
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc-per-node={processes}"]
-    start = [sys.executable, *(torchrun if processes > 1 else [])]
-    start += ["-m", "benchmarks.limit"]
-    asked = ["--amp", amp, "--batch-sizes", *map(str, sizes)]
-    with tempfile.TemporaryDirectory() as folder:
-        lines, _, _ = run([*start, *work(args), *asked], Path(folder))
-    rows = []
-    for line in map(json.loads, lines.splitlines()):
-        row = {"processes": processes, "precision": NAMES[amp], **line}
-        if processes > 1:
-            pairs = zip(line["ddp"], line["bare"], strict=True)
-            row["communication"] = [1 - ddp / bare for ddp, bare in pairs]
-        rows.append(row)
-    return rows
-
-
-def count(args, stage, processes):
-    """Return what a process sends per optimizer step, by benchmarks/counted.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "counted.json")
-        arguments = command(stage, processes)
-        place = arguments.index(str(ROOT / stage / "train.py"))
-        arguments[place:place] = ["-m", "benchmarks.counted", str(file)]
-        amp = ["amp"] if has_flag(stage, "--amp") else []
-        run([*arguments, *work(args, *amp, epochs=1)], Path(folder))
-        if not file.exists():
-            fail("--batch-size: an epoch has too few steps to count what they send")
-        return json.loads(file.read_text())
+    if "ddp" in limit:
+        pairs = zip(limit["bare"], limit["ddp"], strict=True)
+        row["communication"] = [1 - bare / ddp for bare, ddp in pairs]
+    return row, counted
 
 
 def machine(args):
@@ -260,34 +269,31 @@ def report_progress(text):
 def measure(args):
     """Measure everything; return what the JSON file is to hold."""
     several = [stage for stage in args.stages if takes_processes(stage)]
-    scaled = several[:1]
-    processes_of = {s: args.processes if s in several else 1 for s in args.stages}
-    works = [(n, args.batch_size) for n in args.scaling if n != args.processes]
-    works += [(args.processes, n) for n in args.batch_sizes if n != args.batch_size]
-    counted = {}
-    for stage, processes in processes_of.items():
-        report_progress(f"counting what {stage} sends")
-        counted[stage] = count(args, stage, processes)
-    measured = {"limits": [], "stages": [], "scaling": []}
+    base = [
+        (stage, args.processes if stage in several else 1, args.batch_size)
+        for stage in args.stages
+    ]
+    scaled = [
+        (stage, *work)
+        for stage in several[:1]
+        for work in [
+            *((n, args.batch_size) for n in args.scaling if n != args.processes),
+            *((args.processes, n) for n in args.batch_sizes if n != args.batch_size),
+        ]
+    ]
+    measured, counted = {"stages": [], "scaling": []}, {}
     # One after the other in every round, since a machine's speed can drift.
     for number in range(1, args.rounds + 1):
-        for processes in sorted({*processes_of.values(), *args.scaling}):
-            for amp in sorted({"off", args.amp}, key=list(NAMES).index):
-                what = f"the limit, {NAMES[amp]}, processes: {processes}"
-                report_progress(f"round {number}: {what}")
-                more = args.batch_sizes if processes == args.processes else []
-                sizes = [args.batch_size, *more]
-                measured["limits"] += limits(args, processes, sizes, amp)
-            for stage in (s for s in args.stages if processes_of[s] == processes):
-                report_progress(f"round {number}: {stage}")
-                measured["stages"].append(train(args, stage, processes))
-                if stage in scaled:
-                    measured["scaling"].append(measured["stages"][-1])
-        for stage in scaled:
-            for processes, size in works:
-                what = f"{stage}, processes: {processes}, global batch: {size}"
-                report_progress(f"round {number}: {what}")
-                row = train(args, stage, processes, batch_size=size)
+        for stage, processes, size in [*base, *scaled]:
+            what = f"{stage}, processes: {processes}, global batch: {size}"
+            report_progress(f"round {number}: {what}")
+            in_scaling = stage in several[:1]
+            limits = "ddp" if in_scaling and processes > 1 else "bare"
+            row, counts = train(args, stage, processes, size, limits)
+            if (stage, processes, size) in base:
+                measured["stages"].append(row)
+                counted[stage] = counts
+            if in_scaling:
                 measured["scaling"].append(row)
     return {
         "machine": machine(args),

@@ -1,16 +1,11 @@
 """The limit: a model's forward, backward and step on one batch on the device.
 
-torchrun --standalone --nproc-per-node=2 -m benchmarks.limit --batch-sizes 60 120
-python -m benchmarks.limit
-
-Nothing is loaded, metered or evaluated here. Under torchrun, windows of the bare model
-alternate with windows of DistributedDataParallel: the difference is communication.
+Nothing is loaded, normalized, metered, checked or evaluated here. With several
+processes there is a second limit, with DistributedDataParallel: the difference between
+the two is communication.
 """
 
-import json
-import os
-import statistics
-import sys
+import contextlib
 import time
 
 import torch
@@ -18,123 +13,83 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from common.args import ArgumentParser
-from common.args import positive_int
-from common.data import load_data
-from common.launch import check_batch_size
-from common.launch import get_device
+from common import data
 from common.loader import collate
 from common.model import make_model
 
 
-def parse_args():
-    """Parse and check the flags: those of every stage, most of which are not used."""
-    parser = ArgumentParser(__doc__)
-    parser.set_defaults(epochs=6)
-    parser.add_argument(
-        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        nargs="+",
-        type=positive_int,
-        metavar="N",
-        help="global batch sizes (default: --batch-size)",
-    )
-    args = parser.parse_args()
-    args.batch_sizes = args.batch_sizes or [args.batch_size]
-    return args
+def make_step(args, model, images, target):
+    """Return a function that takes one optimizer step on a batch on the device.
 
-
-def steps_of(args, model, images, target):
-    """Return a function of `steps` that takes as many optimizer steps on one batch."""
+    With --grad-accum-steps it runs as many forward and backward passes as the stage.
+    """
     optimizer = torch.optim.SGD(
         model.parameters(),
         args.lr,
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
+        fused=True,
     )
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
+    amp = getattr(args, "amp", "off")
+    scaler = torch.amp.GradScaler(args.device.type, enabled=amp == "fp16")
+    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+    micro_batches = getattr(args, "grad_accum_steps", 1)
+    parts = list(
+        zip(
+            images.tensor_split(micro_batches),
+            target.tensor_split(micro_batches),
+            strict=True,
+        )
+    )
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
 
-    def take(steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with torch.autocast(args.device.type, dtype, enabled=args.amp != "off"):
-                loss = nn.functional.cross_entropy(model(images), target)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    def step():
+        optimizer.zero_grad()
+        for number, (inputs, labels) in enumerate(parts, start=1):
+            last = number == micro_batches
+            with contextlib.nullcontext() if last else no_sync():
+                with torch.autocast(args.device.type, dtype, enabled=amp != "off"):
+                    loss = nn.functional.cross_entropy(model(inputs), labels)
+                scaler.scale(loss / micro_batches).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-    return take
-
-
-def seconds(args, take, steps):
-    """Return the seconds that all processes, started together, need for `steps`."""
-    if dist.is_initialized():
-        dist.barrier()
-    begin = time.perf_counter()
-    take(steps)
-    if args.device.type == "cuda":
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-    return time.perf_counter() - begin
+    return step
 
 
-def measure(args, train_set, batch_size):
-    """Return images/s of all processes together: {"bare": [per window], "ddp": ...}.
-
-    A window has as many steps as an epoch. There are --epochs windows, and the first
-    one warms up.
-    """
-    processes = dist.get_world_size() if dist.is_initialized() else 1
-    check_batch_size(args, processes)
-    loader = DataLoader(train_set, batch_size // processes, collate_fn=collate)
+def make_steps(args, data_set, local_batch_size, with_ddp):
+    """Return {"bare": a function that takes a step} and, if `with_ddp`, "ddp", too."""
+    loader = DataLoader(data_set, local_batch_size, collate_fn=collate)
     images, target = next(iter(loader))
-    images, target = images.to(args.device, args.dtype), target.to(args.device)
-    models = {"bare": make_model(args, train_set).to(args.device, args.dtype)}
-    if dist.is_initialized():
-        copy = make_model(args, train_set).to(args.device, args.dtype)
-        models["ddp"] = nn.parallel.DistributedDataParallel(copy)
-    takes = {
-        name: steps_of(args, model, images, target) for name, model in models.items()
+    images = data.normalize(args, images.to(args.device))
+    target = target.to(args.device)
+
+    def model():
+        made = make_model(args, data_set)
+        return made.to(args.device, args.dtype, memory_format=args.memory_format)
+
+    models = {"bare": model()}
+    if with_ddp:
+        models["ddp"] = nn.parallel.DistributedDataParallel(model())
+    return {
+        name: make_step(args, model, images, target) for name, model in models.items()
     }
-    rates = {name: [] for name in takes}
-    steps = len(train_set) // batch_size
-    for _ in range(args.epochs):
-        for name, take in takes.items():
-            rates[name].append(steps * batch_size / seconds(args, take, steps))
-    return {name: rate[1:] for name, rate in rates.items()}
 
 
-def run(args):
-    """Measure each batch size, and print a line of JSON for each."""
-    is_main_process = not dist.is_initialized() or dist.get_rank() == 0
-    args.batch_size = max(args.batch_sizes)  # it must fit into the training set
-    train_set, _ = load_data(args)
-    for batch_size in args.batch_sizes:
-        args.batch_size = batch_size
-        rates = measure(args, train_set, batch_size)
-        if is_main_process:
-            print(json.dumps({"batch_size": batch_size, **rates}), flush=True)
-            medians = {k: round(statistics.median(rate)) for k, rate in rates.items()}
-            print(f"batch {batch_size}: images/s {medians}", file=sys.stderr)
-
-
-def main():
-    args = parse_args()
-    launched = "RANK" in os.environ
-    args.device = get_device(args, int(os.environ.get("LOCAL_RANK", 0)))
+def synchronize(args):
+    """Wait for this process's GPU, if it has one, and then for the other processes."""
     if args.device.type == "cuda":
-        torch.cuda.set_device(args.device)
-    if launched:
-        dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-    run(args)
-    if launched:
-        dist.destroy_process_group()
+        torch.cuda.synchronize(args.device)
+    if dist.is_initialized():
+        dist.barrier()
 
 
-if __name__ == "__main__":
-    main()
+def seconds(args, step, steps):
+    """Return the seconds that all processes, started together, need for `steps`."""
+    synchronize(args)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(args)
+    return time.perf_counter() - begin

@@ -22,78 +22,75 @@ def rate(values):
     return f"{values['median']:,.0f}", f"{values['least']:,.0f}-{values['most']:,.0f}"
 
 
-def the_limit(result, row):
-    """Return the row of `limits` with the work of a stage's row."""
-    wanted = [row[name] for name in ("processes", "batch_size", "precision")]
-    for limit in result["limits"]:
-        if [limit[name] for name in ("processes", "batch_size", "precision")] == wanted:
-            return limit
-    raise LookupError(f"no limit was measured for {wanted}")
-
-
-def of_limit(result, row):
-    """Return a stage's images/s as a fraction of its limit."""
-    return row["images_per_s"]["median"] / the_limit(result, row)["bare"]["median"]
-
-
-def communication(limit):
-    """Return the part of a DDP step's time that is communication, as text."""
-    return (
-        f"{limit['communication']['median']:.1%}"
-        if "communication" in limit
-        else "none"
+def ratio(values, digits=2):
+    """Return a ratio as text: the median, and the least and most in parentheses."""
+    median, least, most = (
+        f"{values[name]:.{digits}f}" for name in ("median", "least", "most")
     )
+    return f"{median} ({least}-{most})"
+
+
+def compared(values, others):
+    """Return how many times as fast, or that the ranges of the two overlap."""
+    if values["least"] <= others["most"] and others["least"] <= values["most"]:
+        return "not distinguishable"
+    return f"{values['median'] / others['median']:.2f}"
+
+
+def communication(row):
+    """Return the part of a DDP step's time that is communication, as text."""
+    if "communication" not in row:
+        return "none"
+    part = row["communication"]
+    if part["least"] <= 0:
+        return "not distinguishable"
+    return f"{part['median']:.0%} ({part['least']:.0%}-{part['most']:.0%})"
 
 
 def stages_table(result):
     first = result["stages"][0]
-    baseline = first["images_per_s"]["median"]
     device = result["work"]["device"]
     gpus = any(counted["gpu_bytes"] for counted in result["counted"].values())
     titles = ["stage", "processes", "device", "precision", "images/s", "least-most"]
-    titles += ["s/epoch", "GPU MiB" if gpus else "MiB", "vs 01", "of limit", "loading"]
-    titles += ["evaluation s"]
+    titles += ["of limit", "vs 01", "loading", "evaluation s"]
+    titles += ["GPU MiB" if gpus else "MiB"]
     rows = []
     for row in result["stages"]:
         counted = result["counted"][row["stage"]]
         memory = counted["gpu_bytes"] if gpus else row["bytes"]["most"]
         cells = [row["stage"], str(row["processes"]), device, row["precision"]]
-        cells += [*rate(row["images_per_s"]), f"{row['epoch_s']['median']:.2f}"]
-        cells += [f"{memory / 2**20:.0f}"]
-        cells += [f"{row['images_per_s']['median'] / baseline:.2f}"]
-        cells += [f"{of_limit(result, row):.2f}", f"{row['loading']['median']:.1%}"]
-        cells += [f"{row['evaluation_s']['median']:.3f}"]
+        cells += [*rate(row["images_per_s"]), ratio(row["of_limit"])]
+        cells += [
+            "" if row is first else compared(row["images_per_s"], first["images_per_s"])
+        ]
+        cells += [f"{row['loading']['median']:.1%}"]
+        cells += [f"{row['evaluation_s']['median']:.3f}", f"{memory / 2**20:.0f}"]
         rows.append(cells)
-    for limit in result["limits"]:
-        if limit["batch_size"] == first["batch_size"]:
-            cells = ["the limit", str(limit["processes"]), device, limit["precision"]]
-            cells += [*rate(limit["bare"]), "", ""]
-            cells += [f"{limit['bare']['median'] / baseline:.2f}", "", "", ""]
-            rows.append(cells)
     return table(titles, rows)
 
 
 def scaling_table(result):
-    titles = ["processes", "global batch", "images/s", "least-most", "limit"]
-    titles += ["of limit", "communication"]
+    titles = ["processes", "global batch", "images/s", "least-most", "of limit"]
+    titles += ["communication"]
     rows = []
-    for row in result["scaling"]:
-        limit = the_limit(result, row)
+    for row in sorted(
+        result["scaling"], key=lambda row: (row["batch_size"], row["processes"])
+    ):
         cells = [str(row["processes"]), str(row["batch_size"])]
-        cells += [*rate(row["images_per_s"]), rate(limit["bare"])[0]]
-        cells += [f"{of_limit(result, row):.2f}", communication(limit)]
-        rows.append(cells)
+        cells += [*rate(row["images_per_s"]), ratio(row["of_limit"])]
+        rows.append([*cells, communication(row)])
     return table(titles, rows)
 
 
 def counted_table(result):
-    titles = ["stage", "collectives per step", "bytes per step"]
+    titles = ["stage", "waits per step", "collectives per step", "bytes per step"]
     rows = []
     for stage, counted in result["counted"].items():
         seen = counted["per_step"]
         calls = ", ".join(f"{seen[name]['calls']:g} {name}" for name in seen)
         size = sum(sums["bytes"] for sums in seen.values())
-        rows.append([stage, calls or "none", f"{size:,.0f}"])
+        waits = f"{counted['waits_per_step']:g}"
+        rows.append([stage, waits, calls or "none", f"{size:,.0f}"])
     return table(titles, rows)
 
 
@@ -106,7 +103,6 @@ def evaluation_line(result):
         return []
     faster = seconds["06"] / seconds["07"]
     return [
-        "",
         f"The evaluation of stage 07 is {faster:.2f} times as fast as that of"
         " stage 06.",
     ]
@@ -119,10 +115,15 @@ def show(result):
     windows = int(work["rounds"]) * (int(work["epochs"]) - 1)
     lines = [
         f"{machine['cpu']}, {device}; torch {machine['torch']}",
-        f"{work['arch']}, {work['images']} images of {work['image_size']} px, global"
-        f" batch {work['batch_size']}; medians of {windows} epochs",
+        f"{work['arch']}, images of {work['image_size']} px, global"
+        f" batch {work['batch_size']}; medians of {windows} epochs (least-most)",
         "",
         *stages_table(result),
+        "",
+        "of limit: each epoch's images/s divided by those of the mean of two windows of"
+        " nothing but",
+        "forward, backward and step, just before and just after it, by the same"
+        " processes.",
         *evaluation_line(result),
     ]
     if result["scaling"]:
@@ -131,7 +132,11 @@ def show(result):
             f"Scaling of {result['scaling'][0]['stage']}:",
             *scaling_table(result),
         ]
-    lines += ["", "What a process sends, per optimizer step:", *counted_table(result)]
+    lines += [
+        "",
+        "What a process waits for and sends, per optimizer step:",
+        *counted_table(result),
+    ]
     return "\n".join(lines)
 
 
@@ -153,7 +158,7 @@ def draw(result, path):
         names, middle, xerr=[low, high], color="tab:blue", ecolor="0.3", capsize=3
     )
     for place, row in enumerate(rows):
-        limit = the_limit(result, row)["bare"]["median"]
+        limit = row["limit_images_per_s"]["median"]
         mark = {"color": "tab:red"}
         if place == 0:
             mark["label"] = "the limit: nothing but the steps"

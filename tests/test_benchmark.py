@@ -5,18 +5,22 @@ import re
 import sys
 
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks import compare
+from benchmarks import limit
 from benchmarks import report
+from common import data
+from common.args import ArgumentParser
 from common.model import SmallResNet
+from common.model import make_model
 from tests.harness import fork
 from tests.harness import run
 from tools.stages import ROOT
 from tools.stages import stages
 
 COMPARE = ROOT / "benchmarks/compare.py"
-KINDS = ("bare", "ddp", "communication")
 STORED = ROOT / "benchmarks/two_cores.json"
 
 
@@ -25,7 +29,8 @@ def measured(device, tmp_path_factory):
     """Stage 01 on little work: what the command printed, and the file that it wrote."""
     folder = tmp_path_factory.mktemp("benchmark")
     flags = ["01_single_gpu", "--data", "digits", "--scaling", "--batch-sizes"]
-    flags += ["--rounds", "1", "--epochs", "6"]
+    flags += ["--images", "1500", "--epochs", "6", "--processes", "1"]
+    flags += ["--batch-size", "60"]
     flags += ["--device", device, "--json", str(folder / "results.json")]
     command = [sys.executable, "-m", "benchmarks.compare", *flags]
     done = run(command, folder, seconds=300)
@@ -36,7 +41,8 @@ def measured(device, tmp_path_factory):
 @pytest.fixture
 def args(device, monkeypatch):
     """The flags of a benchmark of little work."""
-    words = ["--data", "digits", "--scaling", "--batch-sizes", "--device", device]
+    words = ["--data", "digits", "--images", "1500", "--scaling", "--batch-sizes"]
+    words += ["--epochs", "6", "--device", device]
     monkeypatch.setattr(sys, "argv", [str(COMPARE), *words])
     return compare.parse_args()
 
@@ -51,32 +57,70 @@ def test_every_number_is_of_the_work_that_was_done(measured):
     assert row["epoch_s"]["median"] == pytest.approx(seconds)
     assert 0 < row["loading"]["median"] < 1
     assert row["bytes"]["most"] > 100 * 2**20  # torch itself
-    (limit,) = result["limits"]
-    assert (limit["processes"], limit["batch_size"], "ddp" in limit) == (1, 60, False)
-    assert result["counted"]["01_single_gpu"]["per_step"] == {}
+    assert 0 < row["of_limit"]["least"] <= row["of_limit"]["most"]
+    assert "communication" not in row
+    counted = result["counted"]["01_single_gpu"]
+    assert counted["per_step"] == {} and counted["waits_per_step"] == 0
 
 
 def test_the_tables_can_be_shown_again(measured, tmp_path):
     printed, path = measured
     assert printed == report.show(json.loads(path.read_text())) + "\n"
-    assert "\n01_single_gpu " in printed and "\nthe limit " in printed
+    assert "\n01_single_gpu " in printed and "least-most" in printed
     again = fork(COMPARE, ["--show", path], tmp_path)()
     assert again.returncode == 0 and again.stdout == printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert min(picture.size) > 200
 
 
-def test_the_limit_of_two_processes_with_and_without_communication(args, several):
-    if several < 2:
-        pytest.skip("a second process needs a second GPU")
-    rows = compare.limits(args, 2, [60, 120], "off")
-    works = [(row["processes"], row["batch_size"]) for row in rows]
-    assert works == [(2, 60), (2, 120)]
-    for row in rows:
-        assert all(len(row[kind]) == 2 for kind in KINDS)
-        # Communication is a difference of the two, which noise can make negative.
-        assert min(*row["bare"], *row["ddp"]) > 0
-        assert max(row["communication"]) < 1
+def test_each_epoch_is_compared_with_the_limit_around_it(args, two):
+    row, counted = compare.train(args, "03_ddp_launch", two, 60, "ddp")
+    epochs = args.epochs - 1  # the first warms up
+    for name in ("images_per_s", "limit_images_per_s", "of_limit", "communication"):
+        assert len(row[name]) == epochs, name
+    rates = row["images_per_s"], row["limit_images_per_s"], row["of_limit"]
+    for rate, limit_rate, ratio in zip(*rates, strict=True):
+        assert ratio == pytest.approx(rate / limit_rate)
+    assert max(row["communication"]) < 1  # noise can make it negative
+    assert counted["waits_per_step"] == 0
+
+
+def test_the_limit_does_what_the_stage_does(monkeypatch):
+    """As many forward passes and optimizer steps, and the same gradient."""
+    args = ArgumentParser("").parse_args(["--device", "cpu", "--dtype", "float64"])
+    args.grad_accum_steps, args.lr = 3, 0.0  # so a step leaves the weights as they are
+    train_set, _ = data.load_data(args)
+    steps = []
+    sgd = torch.optim.SGD.step
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self: (steps.append(self), sgd(self))
+    )
+    limit.make_steps(args, train_set, 60, with_ddp=False)["bare"]()
+    (optimizer,) = steps
+    (group,) = optimizer.param_groups
+    model = make_model(args, train_set).to(dtype=args.dtype)
+    for ours, theirs in zip(model.parameters(), group["params"], strict=True):
+        ours.data.copy_(theirs.data)
+    images, target = train_set.__getitems__(list(range(60)))
+    output = model(data.normalize(args, images))
+    torch.nn.functional.cross_entropy(output, target).backward()
+    for ours, theirs in zip(model.parameters(), group["params"], strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
+
+
+def test_neighbors_in_time():
+    assert compare.between([2.0, 4.0, 10.0]) == [3.0, 7.0]
+
+
+def test_what_overlaps_is_not_distinguishable():
+    slow = {"median": 10.0, "least": 8.0, "most": 12.0}
+    fast = {"median": 20.0, "least": 12.5, "most": 21.0}
+    assert report.compared(fast, slow) == "2.00"
+    assert report.compared(slow, {**fast, "least": 11.0}) == "not distinguishable"
+    assert report.communication({"communication": slow | {"least": 0.0}}) == (
+        "not distinguishable"
+    )
+    assert report.communication({}) == "none"
 
 
 def test_windows_of_equal_rows_are_pooled():
@@ -90,16 +134,14 @@ def test_windows_of_equal_rows_are_pooled():
 
 def test_the_collectives_are_counted(args, several):
     """Stage 04 sends its gradient, in one bucket, and nothing else while it trains."""
-    counted = compare.count(args, "04_ddp_spawn", several)
+    _, counted = compare.train(args, "04_ddp_spawn", several, 60)
     size = sum(4 * parameter.numel() for parameter in SmallResNet(1, 10).parameters())
     assert counted["per_step"] == {"all_reduce": {"calls": 1, "bytes": size}}
 
 
 def test_the_readme_shows_what_is_stored():
     result = json.loads(STORED.read_text())
-    # Measured before stage 09 was split in two, as README says.
-    measured = [*stages()[:8], "09_fault_tolerance"]
-    assert [row["stage"] for row in result["stages"]] == measured
+    assert [row["stage"] for row in result["stages"]] == stages()
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
     for page in ("README.md", "README.zh-CN.md"):
         assert f"```\n{report.show(result)}\n```" in (ROOT / page).read_text(), page
@@ -111,6 +153,7 @@ def test_the_readme_shows_what_is_stored():
     ("flags", "named"),
     [
         (["--epochs", "2"], "--epochs"),
+        (["--images", "300"], "--images 300"),
         (["--batch-size", "61"], "--batch-size 61"),
         (["08"], "there is no stage 08; the stages are"),
         (["--processes", "0"], "--processes"),
@@ -130,3 +173,12 @@ def test_the_cost_of_a_vote_is_measured_both_ways(tmp_path):
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^(.*): \d+\.\d\d ms per step$", done.stdout, re.MULTILINE)
     assert found == ["looked at a step later", "waited for at once"]
+
+
+def test_the_rates_of_the_input_path_are_printed(tmp_path):
+    words = ["-m", "benchmarks.input_path", "--images", "300"]
+    done = run([sys.executable, *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    title, *rows = done.stdout.splitlines()
+    assert title.split() == ["images", "per", "second", "and", "core"]
+    assert len(rows) == 4 and all(re.search(r" [1-9][\d,]*$", row) for row in rows)
