@@ -5,7 +5,7 @@ PY = .venv/bin/python
 INSTALLED = .venv/installed
 SITE_INSTALLED = .venv/site-installed
 
-.PHONY: help demo test benchmark check notebooks diff propagate site exits
+.PHONY: help demo test benchmark check notebooks diff propagate site exits gpu
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -17,6 +17,7 @@ help:
 	@echo "make diff A=03 B=04   show what a stage changes"
 	@echo "make propagate        carry an edit of a stage's script down the chain (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
+	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
 # A virtual environment in .venv: made once, and again when the requirements change.
@@ -62,3 +63,7 @@ site: $(SITE_INSTALLED)
 
 exits: $(INSTALLED)
 	$(PY) -m pytest -m long tests/test_exits.py -s
+
+# With the Python that has torch: a machine with a GPU need not reach the internet.
+gpu:
+	@$(PYTHON) -m tools.gpu $(PART)

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 # One thread per process, here and in all that is started from here: tests run side by
 # side, and threads that spin while they wait for a core make a step ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Otherwise asking whether there is a GPU initializes CUDA, and then no fork can use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest
 import torch

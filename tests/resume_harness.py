@@ -33,6 +33,9 @@ class Run:
         self.checkpoint_dir = self.folder / "checkpoints"
         self.out_dir = self.folder / "out"
         self.flags = [*flags, "--device", device]
+        if device == "cuda":
+            # nccl does not notice, as gloo does, that a rank of this machine has died.
+            self.flags += ["--timeout", "20"]
         self.fork_ranks = functools.partial(fork_ranks, stage, processes, root=root)
         self.processes = processes
         self.starts = 0

@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.harness import run
 from tools import fault_table
+from tools import gpu
 from tools import picture
 from tools import stages as counting
 from tools.propagate import propagate
@@ -216,3 +217,42 @@ def test_the_pages_name_only_what_exists(page):
     assert commands
     for command in commands:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+
+
+# ---- tools/gpu.py --------------------------------------------------------------------
+@pytest.mark.sweep
+def test_every_part_of_the_gpu_half_runs(tmp_path):
+    """On the CPU, with little work; stage 01 is trained twice, to equal weights."""
+    command = [sys.executable, "-m", "tools.gpu", "--dry-run", "--out-dir", tmp_path]
+    (tmp_path / "screen").mkdir()
+    done = run(command, tmp_path / "screen", seconds=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in gpu.PARTS:
+        text = (tmp_path / f"{part}.txt").read_text()
+        assert f"{part}: ended as it should" in text and text in done.stdout
+    trained = (tmp_path / "stages.txt").read_text()
+    rows = [line.split() for line in trained.splitlines()[1:4]]
+    assert [row[0] for row in rows] == [STAGES[0], STAGES[0], STAGES[-1]]
+    assert rows[1][1:4] == ["float32", "again", "0"] and float(rows[1][-1]) == 0
+    assert rows[2][1:3] == ["fp16", "0"]
+    for part, files in gpu.TESTS.items():
+        assert re.search(
+            "^[1-9][0-9]* passed", (tmp_path / f"{part}.txt").read_text(), re.M
+        )
+        assert all((ROOT / f"tests/test_{name}.py").exists() for name in files)
+    probed = (tmp_path / "probe.txt").read_text()
+    assert "failed" not in probed and "left out" not in probed
+
+
+@pytest.mark.parametrize(
+    "words, named", [(["smoke"], "no part smoke"), ([], "no GPU is visible")]
+)
+def test_what_the_gpu_half_cannot_do(words, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    out_dir = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--out-dir", str(out_dir)])
+    with pytest.raises(SystemExit, match="^2$"):
+        gpu.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpu.py: error: ") and named in line
+    assert not out_dir.exists()

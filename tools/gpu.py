@@ -1,0 +1,273 @@
+"""Run on a GPU what the CPU cannot show, in parts of at most ten minutes each.
+
+python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
+
+    machine    the GPU, the versions, and which packages are missing
+    stages     every stage on one GPU, in float32, float64, bf16, fp16 and twice
+    tests      the tests of the scripts, with --device cuda
+    failures   the tests of dying ranks, resuming and preemption, with --device cuda
+    benchmark  01, 03 and 05 with resnet50 on images of 224 px, and resnet18 on 32 px
+    probe      a step's variants, repeatability, copies and loaders
+
+It needs torch 2.11 or later and pytest, but no internet and no Jupyter: run it with the
+Python that has torch. DIR (gpu_results by default) gets what each part prints.
+--dry-run does the same on the CPU with little work, to see that it runs.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torchvision
+
+from nbtools.lesson import max_abs_diff
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import fail
+from tools.stages import stages
+
+NEEDED = ("tqdm", "numpy", "matplotlib", "pytest", "xdist", "hypothesis", "psutil")
+NEEDED += ("sklearn", "PIL")
+MISSING_IS_FINE = ("pytest_timeout", "nbformat", "nbval", "ruff")
+SECONDS = 540  # of a part; a machine that is lent by the call often allows 600
+TESTS = {
+    "tests": (
+        *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
+        *("accumulation", "bad_input", "benchmark"),
+    ),
+    "failures": ("rank_failures", "checkpointer", "resume", "preemption"),
+}
+VARIANTS = (
+    ("float32", []),
+    ("float32 again", []),
+    ("TF32", ["--tf32"]),
+    ("float64", ["--dtype", "float64"]),
+    ("bf16", ["--amp", "bf16"]),
+    ("fp16", ["--amp", "fp16"]),
+)
+LARGE = ["--arch", "resnet50", "--image-size", "224", "--batch-size", "256"]
+CIFAR = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "1024"]
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--out-dir", type=Path, default=Path("gpu_results"))
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    unknown = sorted(set(args.parts) - PARTS.keys())
+    if unknown:
+        fail(f"there is no part {unknown[0]}; the parts are {' '.join(PARTS)}")
+    if not args.dry_run and not torch.cuda.is_available():
+        fail("no GPU is visible; --dry-run does without one")
+    args.device = "cpu" if args.dry_run else "cuda"
+    args.parts = args.parts or list(PARTS)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def reporter(path):
+    """Return a function that prints a text, and writes it to a file as well."""
+    path.write_text("")
+
+    def report(text):
+        print(text, flush=True)
+        with path.open("a") as file:
+            file.write(f"{text}\n")
+
+    return report
+
+
+def run(arguments, seconds):
+    """Run a command; return its exit code and its output. 124: it took too long."""
+    child = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        text, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # what it has started, too
+        text, _ = child.communicate()
+        return 124, text
+    return child.returncode, text
+
+
+def machine(args, report):
+    """Report the GPU and the versions; return whether all that is needed is there."""
+    report(f"parts: {' '.join(args.parts)}")
+    report(f"torch {torch.__version__}, torchvision {torchvision.__version__}")
+    report(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    for number in range(torch.cuda.device_count()):
+        report(f"GPU {number}: {torch.cuda.get_device_name(number)}")
+    if torch.cuda.is_available():
+        report(
+            f"cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}"
+        )
+    for name in (*NEEDED, *MISSING_IS_FINE):
+        if importlib.util.find_spec(name) is None:
+            report(f"missing: {name}{' (needed)' if name in NEEDED else ''}")
+    return all(map(importlib.util.find_spec, NEEDED))
+
+
+def train_stages(args, report):
+    """Train each stage in each variant; compare the weights with stage 01's."""
+    flags = ["--device", args.device, "--epochs", "1" if args.dry_run else "2"]
+    chosen = [
+        (stage, variant, own)
+        for stage in stages()
+        for variant, own in VARIANTS
+        if "--amp" not in own or int(stage[:2]) >= 5
+    ]
+    if args.dry_run:
+        chosen = [*chosen[:2], chosen[-1]]
+    good, first = True, {}
+
+    def train(stage, own, out_dir):
+        begin = time.perf_counter()
+        done = run([*command(stage), *flags, *own, "--out-dir", str(out_dir)], 120)
+        return *done, time.perf_counter() - begin
+
+    report(f"{'stage':<20} {'variant':<14} {'exit code':>9} {'s':>6} {'vs first':>9}")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
+        folders = [Path(folder, f"{stage} {variant}") for stage, variant, _ in chosen]
+        runs = [
+            pool.submit(train, stage, own, out_dir)
+            for (stage, _, own), out_dir in zip(chosen, folders, strict=True)
+        ]
+        for (stage, variant, _), out_dir, future in zip(
+            chosen, folders, runs, strict=True
+        ):
+            code, text, seconds = future.result()
+            good &= code == 0
+            away = ""
+            if code == 0:
+                last = out_dir / "last.pt"
+                reference = first.setdefault(variant.split()[0], last)
+                away = f"{max_abs_diff(reference, last):.1e}"
+            report(f"{stage:<20} {variant:<14} {code:>9} {seconds:>6.1f} {away:>9}")
+            if code:
+                report(text[-2000:])
+    report(
+        "vs first: the largest difference to the weights of the first stage of this"
+        " variant. Four runs share the GPU, so the seconds are no measure of speed."
+    )
+    return good
+
+
+def summarize(path, report):
+    """Report the counts in a JUnit file, and which tests failed and were skipped."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        kinds = {child.tag: child for child in case}
+        wrong = kinds.get("failure", kinds.get("error"))
+        name = f"{case.get('classname').rpartition('.')[2]}::{case.get('name')}"
+        if wrong is not None:
+            counts["failed"] += 1
+            report(
+                f"failed: {name}: {' '.join(wrong.get('message', '').split())[:200]}"
+            )
+        elif "skipped" in kinds:
+            counts["skipped"] += 1
+        else:
+            counts["passed"] += 1
+    report(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    return counts
+
+
+def run_tests(part, args, report):
+    """Run the test files of a part; return whether none failed."""
+    junit = args.out_dir / f"{part}.xml"
+    junit.unlink(missing_ok=True)
+    files = [f"tests/test_{name}.py" for name in TESTS[part]]
+    # Nothing of a file that needs Jupyter is imported; what has no GPU to run on skips.
+    options = ["-q", "-n", str(min(8, os.cpu_count())), "--dist", "worksteal"]
+    options += ["-p", "no:cacheprovider", "--device", args.device]
+    if args.dry_run:
+        files, options = ["tests/test_common.py"], [*options, "-k", "meter"]
+    arguments = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}"]
+    code, text = run([*arguments, *files], SECONDS)
+    (args.out_dir / f"{part}.log").write_text(text)
+    report(f"pytest: exit code {code}")
+    if not junit.exists():
+        report(text[-3000:])
+        return False
+    return summarize(junit, report)["passed"] > 0 and code == 0
+
+
+def benchmark(args, report):
+    """Run the benchmark on two kinds of work; return whether it ran."""
+    good = True
+    works = {"resnet50": LARGE, "resnet18": CIFAR}
+    variants = {
+        "float32": (["01_single_gpu", "03_ddp_launch", "05_amp"], []),
+        "TF32": (["01_single_gpu", "03_ddp_launch"], ["--tf32"]),
+        "bf16": (["05_amp"], ["--amp", "bf16"]),
+    }
+    if args.dry_run:
+        works = {"small": ["--image-size", "8", "--batch-size", "12"]}
+        variants = {"float32": (["01_single_gpu"], [])}
+    once = ["--processes", "1", "--scaling", "--batch-sizes", "--epochs", "6"]
+    for name, flags in works.items():
+        for variant, (chosen, own) in variants.items():
+            path = args.out_dir / f"benchmark-{name}-{variant}.json"
+            words = [*chosen, *once, *flags, *own, "--device", args.device]
+            start = [sys.executable, "-m", "benchmarks.compare"]
+            code, text = run([*start, *words, "--json", str(path.resolve())], 180)
+            good &= code == 0
+            report(f"\n{name}, {variant}: exit code {code}")
+            report("\n".join(line for line in text.splitlines() if "round" not in line))
+    return good
+
+
+def probe(args, report):
+    """Run benchmarks/gpu_probe.py; return whether it ended well."""
+    arguments = [sys.executable, "-m", "benchmarks.gpu_probe"]
+    arguments += ["--seconds", str(SECONDS - 60)]
+    code, text = run([*arguments, *(["--dry-run"] if args.dry_run else [])], SECONDS)
+    report(f"probe: exit code {code}")
+    report(text)
+    return code == 0
+
+
+PARTS = {
+    "machine": machine,
+    "stages": train_stages,
+    "tests": lambda *args: run_tests("tests", *args),
+    "failures": lambda *args: run_tests("failures", *args),
+    "benchmark": benchmark,
+    "probe": probe,
+}
+
+
+def main():
+    args = parse_args()
+    results = {}
+    for part in args.parts:
+        report = reporter(args.out_dir / f"{part}.txt")
+        begin = time.perf_counter()
+        results[part] = PARTS[part](args, report)
+        end = "as it should" if results[part] else "with failures"
+        report(f"{part}: ended {end} after {time.perf_counter() - begin:.0f} s")
+    sys.exit(0 if all(results.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
