@@ -64,6 +64,6 @@ site: $(SITE_INSTALLED)
 exits: $(INSTALLED)
 	$(PY) -m pytest -m long tests/test_exits.py -s
 
-# With the Python that has torch: a machine with a GPU need not reach the internet.
+# Without .venv it takes the Python that has torch: the machine need not reach the internet.
 gpu:
-	@$(PYTHON) -m tools.gpu $(PART)
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m tools.gpu $(PART)
