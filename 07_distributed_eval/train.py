@@ -174,7 +174,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        # [05] the same on every rank, since the gradients have been averaged
+        # [05] waits for the device; the same on all ranks, as gradients are averaged
         if norm.isfinite():
             scaler.step(optimizer)
             scheduler.step()

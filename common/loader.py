@@ -28,7 +28,8 @@ def num_workers(args):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    # torchrun sets the variable; where the script starts the processes, it has --nproc.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", getattr(args, "nproc", 1)))
     return max(1, min(8, cores // processes - 1))
 
 

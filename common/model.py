@@ -37,8 +37,8 @@ class SmallResNet(nn.Sequential):
 
     Its activation is SiLU instead of ReLU. The order of an addition, and so its last
     bit, depends on the number of processes, and at the kink of a ReLU one bit decides
-    between a gradient of 0 and of 1. In float32 two runs then diverge within epochs;
-    with SiLU they agree to five digits.
+    between a gradient of 0 and of 1. In float32 two runs then diverge within a few
+    epochs; with SiLU they agree to five digits.
     """
 
     def __init__(self, channels, classes, width=16):

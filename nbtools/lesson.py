@@ -2,11 +2,14 @@
 
 import difflib
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import psutil
@@ -16,24 +19,40 @@ from common.checkpoint import read_metrics
 from nbtools.sections import ROOT
 from nbtools.sections import sections
 
+# A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
+_scratch = tempfile.TemporaryDirectory()
+work = Path(_scratch.name)
 
-def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
-    """Run `python ARGUMENTS` from the repository's folder and print what it prints.
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
 
-    arguments: a list of strings; variables: environment variables to set (None removes
-    one), in addition to OMP_NUM_THREADS=1. Standard error, where the progress goes, is
-    not printed; with `quiet`, neither is standard output. Returns the
-    subprocess.CompletedProcess, with both outputs as text.
+
+def run(command, fails=False, quiet=False, seconds=300):
+    """Show a command as one types it, run it, and print what it prints.
+
+    command: such as "torchrun --standalone 03_ddp_launch/train.py --out-dir $WORK/03".
+    It runs in the repository's folder, without a shell; NAME=value in front sets a
+    variable, and a line may end with a backslash. OMP_NUM_THREADS is 1. Standard error,
+    where the progress goes, is not printed; with `quiet`, neither is standard output.
+    Returns the subprocess.CompletedProcess, with both outputs as text and without the
+    names of the two folders.
 
     Raises CalledProcessError if the child fails, or with `fails=True` if it does not.
     It is killed after `seconds`. Whatever ends this call also ends the child and the
     processes that it started.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    environment = {k: v for k, v in environment.items() if v is not None}
+    print(f"$ {command}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = shlex.split(command.replace("\\\n", " "))
+    words = [word.replace("$WORK", str(work)) for word in words]
+    while "=" in words[0]:
+        name, _, environment[name] = words.pop(0).partition("=")
+    program = PROGRAMS.get(words[0], words[:1])
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            [*program, *words[1:]],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -46,22 +65,46 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
         lines = []
         try:
             for line in child.stdout:
+                lines.append(without_folders(line))
                 if not quiet:
-                    print(line, end="", flush=True)
-                lines.append(line)
+                    print(lines[-1], end="", flush=True)
             child.wait()
         finally:
             alarm.cancel()
             kill_process_tree(child)
         errors.seek(0)
-        output, progress = "".join(lines), errors.read()
-    done = subprocess.CompletedProcess(arguments, child.returncode, output, progress)
-    if bool(done.returncode) != fails:
+        output, progress = "".join(lines), without_folders(errors.read())
+    if bool(child.returncode) != fails:
         print(progress)
-        raise subprocess.CalledProcessError(
-            child.returncode, arguments, output, progress
-        )
-    return done
+        raise subprocess.CalledProcessError(child.returncode, command, output, progress)
+    return subprocess.CompletedProcess(command, child.returncode, output, progress)
+
+
+def without_folders(text):
+    """Return a text with $WORK for the temporary folder, and paths from the root."""
+    return text.replace(str(work), "$WORK").replace(f"{ROOT}/", "")
+
+
+def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
+    """To be removed when no notebook calls it: use run."""
+    words = [*(f"{name}={value}" for name, value in variables.items()), "python"]
+    return run(shlex.join([*words, *map(str, arguments)]), fails, quiet, seconds)
+
+
+def grep(pattern, text):
+    """Print the lines of a text in which a regular expression is found.
+
+    Raises ValueError if there is none.
+    """
+    found = [line for line in text.splitlines() if re.search(pattern, line)]
+    if not found:
+        raise ValueError(f"no line matches {pattern!r}")
+    print(*found, sep="\n")
+
+
+def show_file(name):
+    """Print a file, named by its path from the repository's folder."""
+    print((ROOT / name).read_text(), end="")
 
 
 def kill_process_tree(child):
@@ -114,7 +157,9 @@ def check(exercise):
         exercise()
     except Exception as error:  # whatever a half-written answer raises
         reason = str(error).partition("\n")[0]
-        print(f"Not solved yet: {type(error).__name__}. {reason}".strip())
+        if not isinstance(error, AssertionError):
+            reason = f"{type(error).__name__}: {reason}"
+        print(f"Not solved yet: {reason}")
     else:
         print("Solved.")
 

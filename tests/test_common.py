@@ -269,17 +269,27 @@ def test_loading_runs_no_code_from_the_file(tmp_path, monkeypatch):
     assert not (tmp_path / "was-run").exists()
 
 
-def test_launch_raises_when_the_child_fails_and_when_it_should_have_failed():
-    assert lesson.launch(["-c", "print('yes')"]).stdout == "yes\n"
+def test_run_raises_when_the_child_fails_and_when_it_should_have_failed(capsys):
+    exits_with_3 = "python -c 'raise SystemExit(3)'"
     with pytest.raises(subprocess.CalledProcessError):
-        lesson.launch(["-c", "raise SystemExit(3)"])
+        lesson.run(exits_with_3)
     with pytest.raises(subprocess.CalledProcessError):
-        lesson.launch(["-c", "pass"], fails=True)
-    assert lesson.launch(["-c", "raise SystemExit(3)"], fails=True).returncode == 3
+        lesson.run("python -c pass", fails=True)
+    assert lesson.run(exits_with_3, fails=True).returncode == 3
     with pytest.raises(subprocess.CalledProcessError):
-        lesson.launch(["-c", "import time; time.sleep(60)"], seconds=0.5)
-    show_a = "import os; print(os.environ['A'])"
-    assert lesson.launch(["-c", show_a], A="1").stdout == "1\n"
+        lesson.run("python -c 'import time; time.sleep(60)'", seconds=0.5)
+    capsys.readouterr()
+    show = """A=1 python -c 'import os, sys; print(os.environ["A"], sys.argv[1])' \\
+  $WORK/a"""
+    assert lesson.run(show).stdout == "1 $WORK/a\n"
+    assert capsys.readouterr().out == f"$ {show}\n1 $WORK/a\n"
+
+
+def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
+    lesson.grep(r"b\d", "a1\nb2\nc b3 d")
+    assert capsys.readouterr().out == "b2\nc b3 d\n"
+    with pytest.raises(ValueError, match="no line"):
+        lesson.grep("x", "a\nb")
 
 
 def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):

@@ -193,6 +193,9 @@ def test_workers_by_default(monkeypatch):
     for processes, workers in (("1", 8), ("4", 3), ("16", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert loader.num_workers(args) == workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    args.nproc = 4  # stages 04 and 05 start the processes themselves
+    assert loader.num_workers(args) == 3
     args.workers = 5
     assert loader.num_workers(args) == 5
 

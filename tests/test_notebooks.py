@@ -12,7 +12,6 @@ import pytest
 from nbtools import lesson
 from tests.harness import ROOT
 from tests.harness import missing_for_slurm
-from tests.solutions import SOLUTIONS
 from tools import notebooks
 from tools.stages import known_files
 from tools.stages import stages
@@ -28,18 +27,46 @@ HEADINGS = [
     "Where next",
 ]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
+MAIN = [f"{stage}/{stage}.ipynb" for stage in STAGES]
+ALL = [path.relative_to(ROOT).as_posix() for path in notebooks.notebooks()]
+USES_SLURM = [name for name in ALL if "cluster.start(" in (ROOT / name).read_text()]
+MAX_CELLS, MAX_WORDS = 40, 1600  # "about 1,500 words" of text
+
+# Words that were once used here, and are not the field's (or not English): pattern, and
+# what to say instead.
+RETIRED = {
+    r"but for\b": "except",
+    r"\banew\b": "again",
+    r"\blikewise\b": "too",
+    r"\bheeded\b": "acted on",
+    r"\bno more[.;,]": "no longer",
+    r"\b(is|are|be|has) an?other[.;,]": "is different",
+    r"\bsnapshots?\b": "checkpoint",
+    r"\btak(e|es|en|ing) up\b|\btook up\b": "resume",
+    r"\brehears": "warm up",
+    r"\bfigures? (are|is) (the )?same\b": "metrics",
+    r"\bgo(es)? on (after|from|with)\b": "resumes from",
+    r"\bof that time\b": "then",
+    r"\bwhoever\b": "a reader who, a process that",
+    r"\bin vain\b": "without result",
+    r"--accumulate\b|--snapshots?\b|--predictions\b": "the flag's new name",
+    r"is_main\b(?!_)": "is_main_process",
+    r"\b(normalis|colour|centre|behaviour|serialis|initialis|synchronis)": "American",
+}
 
 
-def path(stage):
-    return ROOT / stage / f"{stage}.ipynb"
+def book(notebook):
+    return nbformat.read(ROOT / notebook, as_version=4)
 
 
-def book(stage):
-    return nbformat.read(path(stage), as_version=4)
+def code_cells(notebook):
+    return [cell for cell in book(notebook).cells if cell.cell_type == "code"]
 
 
-def code_cells(stage):
-    return [cell for cell in book(stage).cells if cell.cell_type == "code"]
+def prose(notebook):
+    """Return the text of a notebook's markdown cells."""
+    cells = [cell for cell in book(notebook).cells if cell.cell_type == "markdown"]
+    return "\n".join(cell.source for cell in cells)
 
 
 def printed(cell):
@@ -90,38 +117,46 @@ def nbval(notebook, compare=True):
     )
 
 
-def test_every_stage_has_one_notebook():
+def test_every_stage_has_a_notebook():
     assert len(STAGES) >= 4
-    assert notebooks.notebooks() == [path(stage) for stage in STAGES]
+    assert set(MAIN) <= set(ALL)
+    assert {notebook.split("/")[0] for notebook in ALL} == set(STAGES)
 
 
-def assert_it_runs(stage, copy, compare=True):
+def assert_it_runs(notebook, copy, compare=True):
     """Assert that a notebook's cells run in a clean copy, and leave no file behind.
 
     compare: whether the outputs have to be the stored ones.
     """
     before = files(copy)
-    done = nbval(copy / stage / f"{stage}.ipynb", compare)
-    passed = rf"^{len(code_cells(stage))} passed"
+    done = nbval(copy / notebook, compare)
+    passed = rf"^{len(code_cells(notebook))} passed"
     assert re.search(passed, done.stdout, re.MULTILINE), done.stdout[-5000:]
     assert files(copy) == before
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_notebook_runs_alone_in_a_clean_copy(stage, clean_copy):
-    without_slurm = stage == "06_slurm" and missing_for_slurm()
-    assert_it_runs(stage, clean_copy, compare=not without_slurm)
+@pytest.mark.parametrize("notebook", ALL)
+def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy):
+    without_slurm = notebook in USES_SLURM and missing_for_slurm()
+    assert_it_runs(notebook, clean_copy, compare=not without_slurm)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
-def test_the_slurm_notebook_runs_without_a_cluster(clean_copy):
+@pytest.mark.parametrize("notebook", USES_SLURM)
+def test_a_slurm_notebook_runs_without_a_cluster(notebook, clean_copy):
     script = clean_copy / "tools/local_slurm.sh"
     script.write_text(f"echo no cluster >&2; exit 2\n{script.read_text()}")
-    assert_it_runs("06_slurm", clean_copy, compare=False)
+    assert_it_runs(notebook, clean_copy, compare=False)
+
+
+def test_the_notebooks_of_the_stages_for_slurm_use_it():
+    assert {"06_slurm/06_slurm.ipynb", "10_preemption/10_preemption.ipynb"} <= {
+        *USES_SLURM
+    }
 
 
 @pytest.mark.slow
@@ -129,7 +164,7 @@ def test_a_failing_child_fails_its_cell(tmp_path):
     lines = [
         f"import sys; sys.path.insert(0, {str(ROOT)!r})",
         "from nbtools import lesson",
-        "lesson.launch(['-c', 'raise SystemExit(1)'])",
+        "lesson.run('python -c \"raise SystemExit(1)\"')",
     ]
     cell = nbformat.v4.new_code_cell("\n".join(lines), execution_count=1)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "fails.ipynb")
@@ -144,7 +179,7 @@ def test_rebuilding_changes_nothing(clean_copy):
     notebook = clean_copy / "notebook.ipynb"
     sources = [
         "from nbtools import figures, lesson",
-        "done = lesson.launch(['-c', 'print(1)'])",
+        "done = lesson.run('python --version')",
         "figures.allocation_step_task()",
         "lesson.check(lambda: 1 / 0)",
     ]
@@ -157,17 +192,17 @@ def test_rebuilding_changes_nothing(clean_copy):
         contents.append(notebook.read_text())
     assert contents[0] == contents[1]
     assert "image/png" in contents[0]
-    assert "Not solved yet: ZeroDivisionError" in contents[0]
+    assert "Not solved yet: ZeroDivisionError: division" in contents[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
+@pytest.mark.parametrize("notebook", ALL)
+def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
     """Run from top to bottom, without timestamps, widgets or what a machine adds."""
-    text = path(stage).read_text()
+    text = (ROOT / notebook).read_text()
     again = tmp_path / "again.ipynb"
-    notebooks.write(book(stage), again)
+    notebooks.write(book(notebook), again)
     assert again.read_text() == text
-    cells = code_cells(stage)
+    cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
@@ -182,19 +217,48 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_sections_stand_in_order(stage):
-    cells = [cell for cell in book(stage).cells if cell.cell_type == "markdown"]
-    text = "\n".join(cell.source for cell in cells)
-    assert re.match(rf"# {stage[:2]} · ", text)
+    text = prose(f"{stage}/{stage}.ipynb")
     assert "**The problem.**" in text
     found = re.findall(r"^## (.*)", text, re.MULTILINE)
     wanted = FIRST_HEADINGS if stage == STAGES[0] else HEADINGS
     assert [heading for heading in found if heading in wanted] == wanted
 
 
+@pytest.mark.parametrize("notebook", ALL)
+def test_a_notebook_keeps_to_its_limits(notebook):
+    """It is short, writes no program, and as a companion is linked to its stage."""
+    words = len(prose(notebook).split())
+    print(f"{notebook}: {len(book(notebook).cells)} cells, {words} words")
+    assert len(book(notebook).cells) <= MAX_CELLS
+    assert words <= MAX_WORDS
+    sources = "\n".join(cell.source for cell in code_cells(notebook))
+    assert not re.search(r"write_text\(|^import .*\n.*\"\"\"$", sources, re.MULTILINE)
+    stage, _, name = notebook.partition("/")
+    assert re.match(rf"# {stage[:2]} · ", prose(notebook))
+    if notebook not in MAIN:
+        assert f"]({name}" in prose(f"{stage}/{stage}.ipynb")
+        assert f"]({stage}.ipynb" in prose(notebook)
+
+
+@pytest.mark.parametrize("notebook", ALL)
+def test_a_notebook_speaks_the_words_of_the_field(notebook):
+    text = "\n".join(cell.source for cell in book(notebook).cells)
+    found = {
+        match[0]: better
+        for pattern, better in RETIRED.items()
+        if (match := re.search(pattern, text, re.IGNORECASE))
+    }
+    assert not found
+
+
 @pytest.mark.parametrize("before, after", list(zip(STAGES, STAGES[1:], strict=False)))
 def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
     """Every section that differs is shown, as it is in the files now."""
-    shown = [printed(cell) for cell in code_cells(after) if "show_diff" in cell.source]
+    shown = [
+        printed(cell)
+        for cell in code_cells(f"{after}/{after}.ipynb")
+        if "show_diff" in cell.source
+    ]
     sections = lesson.sections(after)
     wanted = [lesson.diff(before, after, section) for section in sections]
     wanted = ["".join(f"{line}\n" for line in lines) for lines in wanted if lines]
@@ -205,26 +269,40 @@ def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
 
 
 def test_the_first_notebook_shows_its_whole_script():
-    cells = [cell for cell in code_cells(STAGES[0]) if "lesson.show(" in cell.source]
+    cells = [cell for cell in code_cells(MAIN[0]) if "lesson.show(" in cell.source]
     shown = [printed(cell) for cell in cells]
     wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(STAGES[0]).values()]
     assert shown == wanted
 
 
+def solutions(stage):
+    """Return the solutions of a stage's exercises, and what comes before the first."""
+    text = (ROOT / stage / "solutions.py").read_text()
+    imports, *parts = re.split(r"^# -+ exercise \d+ -+\n", text, flags=re.MULTILINE)
+    return imports, parts
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exercise_is_solved_by_its_solution_only(stage, capfd):
-    cells = code_cells(stage)
+    notebook = f"{stage}/{stage}.ipynb"
+    cells = code_cells(notebook)
     tags = [cell.metadata.get("tags") for cell in cells]
     exercises = [n for n, tag in enumerate(tags) if tag == ["exercise"]]
+    imports, answers = solutions(stage)
     assert 2 <= len(exercises) <= 3
-    assert len(exercises) == len(SOLUTIONS[stage])
-    imports = [ast.parse("from torch import nn").body[0]]
+    assert len(exercises) == len(answers)
+    assert "](solutions.py)" in prose(notebook)
+    first_lines = [imports]
     for node in ast.parse(cells[0].source).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            imports.append(node)
-    first_lines = ast.unparse(ast.Module(imports, []))
-    for n, solution in zip(exercises, SOLUTIONS[stage], strict=True):
+            first_lines.append(ast.unparse(node))
+    for n, solution in zip(exercises, answers, strict=True):
         assert tags[n + 1] == ["check"]
-        for source, verdict in ((cells[n].source, "Not solved"), (solution, "Solved.")):
-            exec("\n".join([first_lines, source, cells[n + 1].source]), {})
-            assert capfd.readouterr().out.splitlines()[-1].startswith(verdict), source
+        for source, solved in ((cells[n].source, False), (solution, True)):
+            exec("\n".join([*first_lines, source, cells[n + 1].source]), {})
+            said = capfd.readouterr().out.splitlines()[-1]
+            # The message is the check's own, and neither empty nor Python's.
+            wanted = (
+                r"Solved\." if solved else r"Not solved yet: (?!\w+(Error|:)).{10,}"
+            )
+            assert re.match(wanted, said), (source, said)

@@ -28,7 +28,13 @@ from tools.stages import stages
 BUILD = ROOT / "docs/_build"
 SETTINGS = "docs/conf.py"  # Sphinx reads it; it is not a page
 OWN_SCRIPT = "docs/your_own_script"
-SCRIPT_FOLDERS = [*stages(), "common", OWN_SCRIPT]
+DEMOS = "demos"  # in a stage's folder: the programs that its notebooks show and run
+SCRIPT_FOLDERS = [
+    *stages(),
+    *(f"{stage}/{DEMOS}" for stage in stages()),
+    "common",
+    OWN_SCRIPT,
+]
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}
 
 
@@ -151,7 +157,9 @@ def notebook_page(notebook, names, page_of):
             slug = title.replace(".", "").replace(" ", "-")
             add(f"[{script}, lines {first} to {last}](../{script}.md#{slug})")
     if Path(notebook).stem == stage:
-        companions, beside = notebooks(stage, names)[1:], scripts(stage, names)
+        companions = notebooks(stage, names)[1:]
+        beside = scripts(stage, names)
+        beside += [f"{DEMOS}/{name}" for name in scripts(f"{stage}/{DEMOS}", names)]
         title, _, text = cells[0]["source"].partition("\n")
         links = ", ".join(f"[{name}]({name}.md)" for name in beside)
         cells[0]["source"] = f"{title}\n\nFiles of this stage: {links}\n{text}"

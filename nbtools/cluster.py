@@ -1,0 +1,80 @@
+"""A Slurm cluster for the notebooks: tools/local_slurm.sh, and commands sent to it."""
+
+import atexit
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nbtools import lesson
+
+SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
+NO_CLUSTER = "(no cluster here: not run)"
+running = False
+
+
+def start():
+    """Start the cluster, unless it is running, and let Slurm's commands find it.
+
+    Where it cannot be started, say why; then `run` and `submit` only print that. It is
+    stopped when this process ends, unless it was running before.
+    """
+    global running
+    folder = os.environ.get("LOCAL_CLUSTER", "/run/local_cluster")
+    os.environ["SLURM_CONF"] = f"{folder}/slurm.conf"
+    # The `python` of the jobs is this one.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    started = script("start")
+    running = started.returncode == 0
+    if started.stdout.startswith("started"):
+        atexit.register(script, "stop")
+    print(*(started.stdout or started.stderr).splitlines()[:1])
+
+
+def script(what):
+    return subprocess.run(
+        ["bash", SCRIPT, what], capture_output=True, text=True, check=False
+    )
+
+
+def run(command, **options):
+    """Call lesson.run with one of Slurm's commands; return the lines it printed."""
+    if not running:
+        print(f"$ {command}\n{NO_CLUSTER}")
+        return []
+    return lesson.run(command, **options).stdout.splitlines()
+
+
+def submit(command):
+    """Submit a job with sbatch, show its command and answer, and return its number."""
+    lines = run(command)
+    return int(lines[-1].split()[-1]) if lines else None
+
+
+def state(job):
+    """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
+    words = ["scontrol", "show", "job", str(job)]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return shown.partition("JobState=")[2].split()[0]
+
+
+def wait(until, seconds=120):
+    """Wait until a function returns something true, and return that.
+
+    Without a cluster, return None at once. Raises TimeoutError after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while running and not (found := until()):
+        if time.monotonic() > end:
+            raise TimeoutError("see squeue, and the logs of the jobs")
+        time.sleep(0.2)
+    return found if running else None
+
+
+def log(name):
+    """Return the lines of a job's log, without progress lines, which hold times."""
+    if not running:
+        return [NO_CLUSTER]
+    text = lesson.without_folders(Path(name).read_text())
+    return [line for line in text.splitlines() if "batch" not in line]
