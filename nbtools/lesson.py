@@ -133,10 +133,17 @@ def diff(before, after, section):
     return ["@@" if line.startswith("@@") else line for line in lines]
 
 
-def show_diff(before, after, section):
-    """Print the diff of one section of two stages' scripts, in the 16 ANSI colors."""
+def show_diff(before, after, section, hunk=None):
+    """Print the diff of one section of two stages' scripts, in the 16 ANSI colors.
+
+    With `hunk`, print only that one of its hunks, counted from 1.
+    """
+    lines = diff(before, after, section)
+    if hunk is not None:
+        starts = [n for n, line in enumerate(lines) if line == "@@"] + [len(lines)]
+        lines = lines[starts[hunk - 1] : starts[hunk]]
     colors = {"+": "32", "-": "31", "@": "36"}
-    for line in diff(before, after, section):
+    for line in lines:
         color = colors.get(line[0])
         print(f"\x1b[{color}m{line}\x1b[0m" if color else line)
 
