@@ -9,6 +9,7 @@ SITE_INSTALLED = .venv/site-installed
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
+	@echo "make demo PY=python   the same with the Python that you name; installs nothing"
 	@echo "make test             run the tests (ARGS=... is passed to pytest)"
 	@echo "make test ARGS=--all  run the tests and the sweeps, as CI does"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
@@ -20,6 +21,13 @@ help:
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
+ifeq ($(origin PY),command line)
+# An environment of the reader's own: nothing is installed there.
+.PHONY: $(INSTALLED) $(SITE_INSTALLED)
+demo benchmark: NEEDS = torch torchvision numpy tqdm matplotlib psutil
+$(INSTALLED) $(SITE_INSTALLED):
+	@$(PY) -m tools.missing $(NEEDS)
+else
 # A virtual environment in .venv: made once, and again when the requirements change.
 $(INSTALLED): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -29,6 +37,11 @@ $(INSTALLED): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	@touch $@
+
+$(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+endif
 
 demo: $(INSTALLED)
 	$(PY) -m tools.demo
@@ -53,10 +66,6 @@ diff:
 
 propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
-
-$(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
-	$(PY) -m pip install --disable-pip-version-check -r docs/requirements.txt
-	@touch $@
 
 site: $(SITE_INSTALLED)
 	@$(PY) -m tools.build_site

@@ -5,7 +5,8 @@ torchrun --standalone --nproc-per-node=2 -m benchmarks.communication [FLAGS of a
 Windows of ten steps on one batch, in turns: the bare model in every process, the same
 with one number averaged over the processes after each step, and DDP, which averages the
 gradient. The second costs what it costs to keep in step: each process waits for the
-slowest.
+slowest. --epochs is the number of windows of each kind (20 by default); the first one
+warms up.
 """
 
 import os

@@ -13,10 +13,10 @@ import sys
 import time
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import RandomSampler
 
+from benchmarks import limit
 from benchmarks.report import table
 from common import data
 from common.args import ArgumentParser
@@ -64,28 +64,24 @@ class Probe:
             image_size=size,
             images=batch_size,
             batch_size=batch_size,
+            lr=0.001,
             memory_format="channels_last" if channels_last else "contiguous",
         )
+        args.amp = "bf16" if bf16 else "off"
         train_set, _ = data.load_data(args)
         images, target = train_set.__getitems__(list(range(batch_size)))
         images = data.normalize(args, images.to(self.device))
-        target = target.to(self.device)
         torch.manual_seed(0)
         model = make_model(args, train_set)
         model.to(self.device, memory_format=args.memory_format)
-        optimizer = torch.optim.SGD(
-            model.parameters(), 0.001, momentum=0.9, nesterov=True, fused=fused
-        )
+        target = target.to(self.device)
+        step = limit.make_step(args, model, images, target, fused=fused)
 
         def take(steps, wait=False):
             for _ in range(steps):
-                optimizer.zero_grad()
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                    loss = nn.functional.cross_entropy(model(images), target)
-                loss.backward()
+                loss = step()
                 if wait:
                     loss.item()
-                optimizer.step()
 
         return model, take
 

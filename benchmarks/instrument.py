@@ -93,38 +93,52 @@ def is_main_process():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def between_steps(first, last, begin, end):
+    """Have this process call `begin` and `end`, each after one of its optimizer steps.
+
+    first, last: counted from 1, over all optimizers of the process.
+    """
+    steps = itertools.count(1)
+    calls = {first: begin, last: end}
+
+    def after_step(*_):
+        if call := calls.get(next(steps)):
+            call()
+
+    register_optimizer_step_post_hook(after_step)
+
+
 def count_steps(results):
     """Have this process count what happens between the two steps, into `results`."""
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     )
     waits = Waits()
-    steps = itertools.count(1)
 
-    def after_step(*_):
-        step = next(steps)
-        if step == FIRST:
-            profiler.start()
-            waits.__enter__()
-        elif step == LAST:
-            waits.__exit__(None, None, None)
-            profiler.stop()
-            scale = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-            results["bytes"] = peak
-            results["gpu_bytes"] = None
-            if torch.cuda.is_available():
-                results["gpu_bytes"] = torch.cuda.max_memory_allocated()
-            results["waits_per_step"] = waits.count / (LAST - FIRST)
-            results["per_step"] = sent(profiler, LAST - FIRST)
+    def begin():
+        profiler.start()
+        waits.__enter__()
 
-    register_optimizer_step_post_hook(after_step)
+    def end():
+        waits.__exit__(None, None, None)
+        profiler.stop()
+        scale = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+        results["bytes"] = peak
+        results["gpu_bytes"] = None
+        if torch.cuda.is_available():
+            results["gpu_bytes"] = torch.cuda.max_memory_allocated()
+        results["waits_per_step"] = waits.count / (LAST - FIRST)
+        results["per_step"] = sent(profiler, LAST - FIRST)
+
+    between_steps(FIRST, LAST, begin, end)
 
 
-def interleave(results, get_args, with_ddp):
+def interleave(results, path, get_args, with_ddp):
     """Have this process take a window of each limit after each epoch of the stage.
 
-    get_args: returns the stage's flags; with_ddp: whether there is a limit with DDP.
+    After each of them rank 0 writes the results to `path`. get_args: returns the
+    stage's flags; with_ddp: whether there is a limit with DDP.
     """
     progress = meters.progress
     take = {}
@@ -145,6 +159,8 @@ def interleave(results, get_args, with_ddp):
         for name, step in take.items():
             seconds = limit.seconds(args, step, len(loader))
             results["limit"].setdefault(name, []).append(seconds)
+        if is_main_process():
+            Path(path).write_text(json.dumps(results))
         if next(epochs) == args.epochs:
             take.clear()  # a DDP object must not outlive the process group
             gc.collect()
@@ -157,15 +173,7 @@ def instrument(path, limits, get_args):
     """Have this process count and interleave; rank 0 writes the results to `path`."""
     results = {"limit": {}, "per_step": None}
     count_steps(results)
-    interleave(results, get_args, with_ddp=limits == "ddp")
-    compute = meters.Meter.compute
-
-    def compute_and_write(self):
-        if results["limit"] and is_main_process():
-            Path(path).write_text(json.dumps(results))
-        return compute(self)
-
-    meters.Meter.compute = compute_and_write
+    interleave(results, path, get_args, with_ddp=limits == "ddp")
 
 
 def in_child(path, limits, function, rank, args, *others):

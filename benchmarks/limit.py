@@ -18,10 +18,11 @@ from common.loader import collate
 from common.model import make_model
 
 
-def make_step(args, model, images, target):
+def make_step(args, model, images, target, fused=True):
     """Return a function that takes one optimizer step on a batch on the device.
 
-    With --grad-accum-steps it runs as many forward and backward passes as the stage.
+    With --grad-accum-steps it runs as many forward and backward passes as the stage. It
+    returns the last one's loss, which stays on the device.
     """
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -29,7 +30,7 @@ def make_step(args, model, images, target):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,
+        fused=fused,
     )
     amp = getattr(args, "amp", "off")
     scaler = torch.amp.GradScaler(args.device.type, enabled=amp == "fp16")
@@ -54,6 +55,7 @@ def make_step(args, model, images, target):
                 scaler.scale(loss / micro_batches).backward()
         scaler.step(optimizer)
         scaler.update()
+        return loss
 
     return step
 

@@ -136,6 +136,7 @@ def show(result):
         "",
         "What a process waits for and sends, per optimizer step:",
         *counted_table(result),
+        "DataParallel copies without collectives, and on a CPU it splits nothing.",
     ]
     return "\n".join(lines)
 

@@ -143,8 +143,8 @@ def test_the_readme_shows_what_is_stored():
     result = json.loads(STORED.read_text())
     assert [row["stage"] for row in result["stages"]] == stages()
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
-    for page in ("README.md", "README.zh-CN.md"):
-        assert f"```\n{report.show(result)}\n```" in (ROOT / page).read_text(), page
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert f"```\n{report.show(result)}\n```" in page
     with Image.open(STORED.with_suffix(".png")) as picture:
         assert picture.text["Description"] == report.medians(result)
 
@@ -182,3 +182,15 @@ def test_the_rates_of_the_input_path_are_printed(tmp_path):
     title, *rows = done.stdout.splitlines()
     assert title.split() == ["images", "per", "second", "and", "core"]
     assert len(rows) == 4 and all(re.search(r" [1-9][\d,]*$", row) for row in rows)
+
+
+def test_what_a_step_waits_for_is_printed(several, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    module = [f"--nproc-per-node={several}", "-m", "benchmarks.communication"]
+    flags = ["--images", "120", "--epochs", "3", "--device", "cpu"]
+    done = run([sys.executable, *launcher, *module, *flags], tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = r"^(nothing|one number|the gradient) +\d+\.\d +[\d.]+-[\d.]+ +(\d+\.\d\d)$"
+    found = re.findall(row, done.stdout, re.MULTILINE)
+    assert [name for name, _ in found] == ["nothing", "one number", "the gradient"]
+    assert found[0][1] == "1.00"

@@ -11,6 +11,7 @@ from PIL import Image
 from tests.harness import run
 from tools import fault_table
 from tools import gpu
+from tools import missing
 from tools import picture
 from tools import stages as counting
 from tools.propagate import propagate
@@ -217,6 +218,38 @@ def test_the_pages_name_only_what_exists(page):
     assert commands
     for command in commands:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+
+
+# ---- tools/missing.py ----------------------------------------------------------------
+def test_what_is_missing_or_too_old_is_named(monkeypatch, capsys):
+    versions = {"torch": "2.9.1+cu128", "numpy": "1.26"}
+
+    def version(name):
+        if name in versions:
+            return versions[name]
+        raise missing.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(missing.metadata, "version", version)
+    assert missing.missing(["torch", "numpy", "tqdm"]) == ["torch>=2.11", "tqdm>=4.66"]
+    assert len(missing.missing()) > 10
+    monkeypatch.setattr(sys, "argv", ["missing.py", "torch"])
+    with pytest.raises(SystemExit, match="^2$"):
+        missing.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("lacks packages; type: pip install 'torch>=2.11'")
+    versions["torch"] = "2.11"
+    missing.main()
+
+
+def test_a_python_of_ones_own_is_used_as_it_is():
+    """`make demo PY=...` checks what it needs and installs nothing."""
+    dry_run = ["make", "-n", "demo", f"PY={sys.executable}"]
+    done = subprocess.run(dry_run, cwd=ROOT, check=True, capture_output=True, text=True)
+    names = "torch torchvision numpy tqdm matplotlib psutil"
+    assert done.stdout.splitlines() == [
+        f"{sys.executable} -m tools.missing {names}",
+        f"{sys.executable} -m tools.demo",
+    ]
 
 
 # ---- tools/gpu.py --------------------------------------------------------------------

@@ -1,16 +1,15 @@
 """How often a step makes Python wait for the device: never; once from stage 05 on."""
 
 import functools
-import itertools
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.instrument import Waits
+from benchmarks.instrument import between_steps
 from tests.conftest import swept_unless
 from tests.harness import changed
 from tests.harness import fork_ranks
@@ -29,18 +28,14 @@ CASES = [
 
 def count_waits(folder):
     """Have this process, or one that it forks, write how often it waits per step."""
-    waits, steps = Waits(), itertools.count(1)
+    waits = Waits()
 
-    def after_step(*_):
-        step = next(steps)
-        if step == FIRST:
-            waits.__enter__()
-        elif step == LAST:
-            waits.__exit__(None, None, None)
-            path = Path(folder, f"waits-{os.getpid()}.json")
-            path.write_text(json.dumps(waits.count / (LAST - FIRST)))
+    def end():
+        waits.__exit__(None, None, None)
+        path = Path(folder, f"waits-{os.getpid()}.json")
+        path.write_text(json.dumps(waits.count / (LAST - FIRST)))
 
-    register_optimizer_step_post_hook(after_step)
+    between_steps(FIRST, LAST, waits.__enter__, end)
 
 
 def waits_per_step(stage, processes, flags, folder, root=ROOT):

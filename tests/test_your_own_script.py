@@ -247,6 +247,15 @@ def test_self_contained(path):
     assert {name.split(".")[0] for name in names} <= {"argparse", "gc", "os", "torch"}
 
 
+def test_the_page_shows_the_diff():
+    """With one line of context, and without line numbers."""
+    before, after = (path.read_text().splitlines() for path in (BEFORE, AFTER))
+    lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+    lines = ["@@" if line.startswith("@@") else line for line in lines]
+    page = FOLDER.with_suffix(".md").read_text()
+    assert "```diff\n{}\n```".format("\n".join(lines)) in page
+
+
 def test_every_hunk_says_why():
     for hunk in hunks():
         added = [line[1:] for line in hunk if line.startswith("+")]

@@ -42,7 +42,7 @@ SECONDS = 540  # of a part; a machine that is lent by the call often allows 600
 TESTS = {
     "tests": (
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
-        *("accumulation", "bad_input", "benchmark"),
+        *("accumulation", "bad_input", "benchmark", "waits"),
     ),
     "failures": ("rank_failures", "checkpointer", "resume", "preemption"),
 }
@@ -112,7 +112,7 @@ def run(arguments, seconds):
 
 def machine(args, report):
     """Report the GPU and the versions; return whether all that is needed is there."""
-    report(f"parts: {' '.join(args.parts)}")
+    report(f"--device {args.device}")
     report(f"torch {torch.__version__}, torchvision {torchvision.__version__}")
     report(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores")
     for number in range(torch.cuda.device_count()):
