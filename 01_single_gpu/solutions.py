@@ -2,15 +2,13 @@
 
 import torch
 
-
 # ---- exercise 1 ----------------------------------------------------------------------
-def mean_loss(losses, sizes):
-    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(
-        sizes
-    )
+# The stage's sampler has a generator of its own; shuffle=True uses the global one.
+order_changes = {"this stage": False, "shuffle=True": True}
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def first_batch(n, seed, e, batch_size):
-    generator = torch.Generator().manual_seed(seed + e)
-    return torch.randperm(n, generator=generator)[:batch_size].tolist()
+def first_batch(n, seed, epoch, batch_size, rank, world_size):
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(n, generator=generator).tolist()
+    return order[rank:batch_size:world_size]

@@ -1,5 +1,7 @@
 """Solutions of the exercises in 02_dataparallel.ipynb."""
 
+from torch import nn
+
 
 # ---- exercise 1 ----------------------------------------------------------------------
 def without_prefix(state_dict):
@@ -7,6 +9,15 @@ def without_prefix(state_dict):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def images_per_gpu(batch_size, gpus):
-    share = -(-batch_size // gpus)
-    return [min(share, batch_size - start) for start in range(0, batch_size, share)]
+# torch.chunk makes parts of ceil(10 / 8) = 2 images, and after five there is none left.
+images_per_gpu = [2, 2, 2, 2, 2]
+
+
+# ---- exercise 3 ----------------------------------------------------------------------
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, target):
+        return nn.functional.cross_entropy(self.model(images), target, reduction="none")

@@ -29,27 +29,33 @@ def one_process_and_four_gpus():
     """Draw one step of training with one process that feeds all GPUs."""
     both, alone, copy = "tab:green", "tab:red", "tab:orange"
     steps = [
-        ("copy model, split batch", 2, copy),
+        ("copy model,\nsplit batch", 2, copy),
         ("forward", 4, both),
-        ("collect outputs", 1, copy),
+        ("gather\noutputs", 1.5, copy),
         ("loss", 1, alone),
-        ("send back", 1, copy),
+        ("scatter\ngradients", 1.5, copy),
         ("backward", 6, both),
-        ("add up gradients", 2, copy),
-        ("optimizer", 1.5, alone),
+        ("add up\ngradients", 2, copy),
+        ("optimizer\nstep", 1.5, alone),
     ]
-    _, axis = plt.subplots(figsize=(10, 2.6))
+    names = {
+        both: "all GPUs compute",
+        copy: "copies between GPUs",
+        alone: "only GPU 0 computes",
+    }
+    _, axis = plt.subplots(figsize=(10, 2.8))
     start = 0
     for name, length, color in steps:
         for row in [3] if color == alone else range(4):
             axis.barh(row, length, left=start, color=color, edgecolor="white")
-        axis.text(start + length / 2, 3.55, name, rotation=30, fontsize=8)
+        axis.text(start + length / 2, 3.55, name, ha="center", fontsize=8)
         start += length
-    axis.set(
-        yticks=range(4), yticklabels=["GPU 3", "GPU 2", "GPU 1", "GPU 0"], xticks=[]
-    )
-    axis.set_xlabel("time (drawn, not measured)")
+    axis.set(xlim=(0, 20), xticks=[], xlabel="time (drawn, not measured)")
+    axis.set_yticks(range(4), ["GPU 3", "GPU 2", "GPU 1", "GPU 0"])
     axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+    axis.legend(handles, names.values(), ncols=3, frameon=False, **below)
     plt.show()
 
 
