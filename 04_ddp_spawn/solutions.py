@@ -1,16 +1,16 @@
 """Solutions of the exercises in 04_ddp_spawn.ipynb."""
 
-
 # ---- exercise 1 ----------------------------------------------------------------------
-def threads(cores, processes):
-    return str(max(1, cores // processes))
+tensor = [1, 1]  # shared memory: every process, the parent too, sees what each writes
+numbers = [0, 0]  # pickled: each process wrote into a copy of its own
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def worker_file(folder):
-    return f"""
-from pathlib import Path
-
-def work(rank):
-    Path({folder!r}, str(rank)).touch()
-"""
+def environment(rank, nproc, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),  # all processes are on this machine
+        "WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -88,32 +88,36 @@ def a_parent_and_its_children():
     plt.show()
 
 
-def three_number_formats():
-    """Draw the bits of float32, bfloat16 and float16, and the range of each."""
-    formats = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4), width_ratios=(1.15, 1))
-    for row, (name, (exponent, fraction)) in enumerate(formats.items()):
+def number_formats():
+    """Draw the bits of four number formats, and the magnitudes that each can hold."""
+    formats = {  # bits of exponent and fraction, smallest number, text
+        "float32": (8, 23, 2.0**-149, "1e-45 to 3e38"),
+        "TF32": (8, 10, 2.0**-126, "1e-38 to 3e38"),
+        "bfloat16": (8, 7, 2.0**-133, "9e-41 to 3e38"),
+        "float16": (5, 10, 2.0**-24, "6e-8 to 65,504"),
+    }
+    parts = {"sign": "tab:gray", "exponent": "tab:orange", "fraction": "tab:blue"}
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 2.9), width_ratios=(1.15, 1))
+    for row, (name, (exponent, fraction, least, text)) in enumerate(formats.items()):
         start = 0
-        for bits, color in (
-            (1, "tab:gray"),
-            (exponent, "tab:orange"),
-            (fraction, "tab:blue"),
-        ):
-            for n in range(bits):
-                left.barh(row, 0.9, left=start + n, color=color, alpha=0.6)
+        for bits, color in zip((1, exponent, fraction), parts.values(), strict=True):
+            for n in range(start, start + bits):
+                left.barh(row, 0.9, left=n, color=color, alpha=0.6)
             start += bits
-        info = torch.finfo(getattr(torch, name))
-        ends = [
-            math.log10(x)
-            for x in (info.smallest_normal * info.eps, info.tiny, info.max)
-        ]
+        info = torch.finfo(getattr(torch, name, torch.float32))
+        ends = [math.log10(x) for x in (least, info.tiny, info.max)]
         right.barh(row, ends[2] - ends[1], left=ends[1], color="tab:green", alpha=0.6)
         right.barh(row, ends[1] - ends[0], left=ends[0], color="tab:green", alpha=0.25)
-        text = f"{10 ** (ends[0] % 1):.0f}e{math.floor(ends[0])} to {info.max:.0e}"
-        right.text(0, row, text.replace("e+", "e"), ha="center", va="center")
-    left.set(title="bits: sign, exponent (range), fraction (precision)", xticks=[])
-    left.set_yticks(range(3), formats)
-    right.set(title="magnitudes, powers of ten (pale: with fewer digits)", yticks=[])
+        if name == "float16":
+            right.text(ends[2] + 2, row, text, va="center")
+        else:
+            right.text(0, row, text, ha="center", va="center")
+    for part, color in parts.items():
+        left.barh(0, 0, color=color, alpha=0.6, label=part)
+    left.legend(loc="lower right", bbox_to_anchor=(1, 0.05))
+    left.set(title="one box per bit", xticks=[])
+    left.set_yticks(range(4), formats)
+    right.set(title="magnitudes, powers of ten (pale: fewer digits)", yticks=[])
     for axis in (left, right):
         axis.invert_yaxis()
         axis.spines[["top", "right", "left"]].set_visible(False)
