@@ -139,6 +139,35 @@ def allocation_step_task():
     plt.show()
 
 
+def counts_of_two_shards():
+    """Draw eleven images on two ranks, and two ways to get one accuracy from them."""
+    axis = canvas(2.6, (-1.3, 14.6), (-0.8, 2.4))
+    for rank, (y, color) in enumerate(((1.6, "tab:blue"), (0, "tab:orange"))):
+        axis.text(-0.6, y, f"rank {rank}", ha="right", va="center", weight="bold")
+        shard = range(rank, 11, 2)
+        for place, n in enumerate(shard):
+            style = {"boxstyle": "square,pad=0.3", "facecolor": color, "alpha": 0.35}
+            mark = "\u2717" if n in (2, 5, 9) else "\u2713"
+            text = f"{n}\n{mark}"
+            axis.text(0.7 * place, y, text, ha="center", va="center", bbox=style)
+        correct = 5 - 2 * rank
+        box(axis, 6.1, y, f"{correct} correct\n{len(shard)} images", color)
+        arrow(axis, (shard[-1] // 2 * 0.7 + 0.5, y), (5.1, y), color)
+    arrow(axis, (7.1, 1.6), (8.1, 1.6), "tab:green")
+    arrow(axis, (7.1, 0.2), (8.1, 1.4), "tab:green")
+    box(axis, 9.4, 1.6, "8 correct\n11 images")
+    arrow(axis, (10.7, 1.6), (11.5, 1.6), "tab:green")
+    axis.text(11.7, 1.6, "72.7 %", color="tab:green", va="center", weight="bold")
+    axis.text(8.1, 2.2, "all-reduce, then divide", color="tab:green")
+    arrow(axis, (7.1, 1.4), (8.1, 0.2), "tab:red")
+    arrow(axis, (7.1, 0), (8.1, 0), "tab:red")
+    box(axis, 9.4, 0, "83.3 % and\n60.0 %", "tab:red")
+    arrow(axis, (10.7, 0), (11.5, 0), "tab:red")
+    axis.text(11.7, 0, "71.7 %", color="tab:red", va="center", weight="bold")
+    axis.text(8.1, -0.75, "divide, then average: wrong", color="tab:red")
+    plt.show()
+
+
 def all_reduce_and_its_relatives():
     """Draw what four processes hold before and after reduce, all_reduce and gather."""
     _, axes = plt.subplots(1, 4, figsize=(11, 2.4))
@@ -160,20 +189,36 @@ def all_reduce_and_its_relatives():
     plt.show()
 
 
-def one_step_in_parts():
-    """Draw an optimizer step of two processes, each with three micro-batches."""
-    axis = canvas(2.4, (-1.4, 10.3), (-0.6, 2.2))
-    for rank, y in ((0, 1.5), (1, 0)):
-        axis.text(-0.6, y, f"rank {rank}", ha="right", va="center", weight="bold")
+def one_step_of_micro_batches():
+    """Draw one optimizer step of three micro-batches, without no_sync and with it."""
+    _, axes = plt.subplots(2, 1, figsize=(10, 3.4), sharex=True)
+    forward, backward, reduce, ahead = 1, 2, 2.4, 1.2
+    for axis, no_sync in zip(axes, (False, True), strict=True):
+        start = 0
         for n in range(3):
-            box(axis, 0.5 + 2.3 * n, y, f"micro-batch {n + 1}\nforward,\nbackward")
-            if n:
-                axis.text(2.3 * n - 0.65, y, "+", ha="center", va="center", size=14)
-        box(axis, 9.3, y, "optimizer\nstep", "tab:orange")
-        arrow(axis, (5.9, y), (8.5, y))
-    arrow(axis, (6.9, 0.1), (6.9, 1.4), "tab:red", "<->")
-    axis.text(7, 0.75, "one all-reduce", color="tab:red", va="center")
+            middle = start + forward
+            stretch(axis, 1, start, forward, f"F{n + 1}", "tab:blue")
+            stretch(axis, 1, middle, backward, f"B{n + 1}", "tab:green")
+            start = middle + backward
+            if n == 2 or not no_sync:
+                stretch(axis, 0, start - ahead, reduce, "all-reduce", "tab:red")
+                start += reduce - ahead
+        stretch(axis, 1, start, 0.8, "step", "tab:orange")
+        title = "with no_sync: 1 all-reduce"
+        if not no_sync:
+            title = "without no_sync: 3 all-reduces"
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set(yticks=(0, 1), yticklabels=("network", "each rank"), xticks=[])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("time (drawn, not measured)")
+    plt.tight_layout()
     plt.show()
+
+
+def stretch(axis, row, start, length, text, color):
+    """Draw a stretch of time with a word in it."""
+    axis.barh(row, length, left=start, height=0.7, color=color, alpha=0.45, ec="white")
+    axis.text(start + length / 2, row, text, ha="center", va="center", fontsize=9)
 
 
 def killed_and_started_again():
