@@ -192,7 +192,7 @@ class ArgumentParser(argparse.ArgumentParser):
             "--workers",
             type=number(int, ge=0),
             help="worker processes of each DataLoader; 0 loads in the main process"
-            " (default: 0; for imagefolder on a GPU one per core, up to 8)",
+            " (default: 0; for imagefolder on a GPU 1 to 8, by cores and processes)",
         )
         add(
             "--seed",
