@@ -286,7 +286,7 @@ def test_run_raises_when_the_child_fails_and_when_it_should_have_failed(capsys):
 
 
 def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
-    lesson.grep(r"b\d", "a1\nb2\nc b3 d")
+    lesson.grep(r"b\d", "a1\nb2\nc [/x/y.cc:12] b3 d")
     assert capsys.readouterr().out == "b2\nc b3 d\n"
     with pytest.raises(ValueError, match="no line"):
         lesson.grep("x", "a\nb")
