@@ -94,8 +94,8 @@ def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
 def grep(pattern, text):
     """Print the lines of a text in which a regular expression is found.
 
-    Where torch names a file and a line of its own C++ code, such as [/.../x.cc:12], that
-    is left out. Raises ValueError if no line matches.
+    Where torch names a line of its own C++ code, such as [/.../x.cc:12], that is left
+    out. Raises ValueError if no line matches.
     """
     text = re.sub(r"\[/\S+?:\d+\] ", "", text)
     found = [line for line in text.splitlines() if re.search(pattern, line)]
