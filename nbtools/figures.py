@@ -59,18 +59,65 @@ def one_process_and_four_gpus():
     plt.show()
 
 
-def one_process_per_device():
-    """Draw two processes that exchange their gradients."""
-    axis = canvas(2.6, (-1.2, 9.2), (-0.6, 2.1))
-    for rank, y in ((0, 1.5), (1, 0)):
-        axis.text(-0.4, y, f"rank {rank}", ha="right", va="center", weight="bold")
-        boxes = {"its images": 0.5, "model": 3, "gradients": 5.5, "optimizer step": 8.3}
-        for name, x in boxes.items():
-            box(axis, x, y, name)
-        for start, end in ((1.3, 2.4), (3.6, 4.7), (6.3, 7.3)):
-            arrow(axis, (start, y), (end, y))
-    arrow(axis, (5.5, 0.35), (5.5, 1.15), "tab:red", "<->")
-    axis.text(5.6, 0.75, "all-reduce: sum, divided by 2", color="tab:red", va="center")
+def ddp_step_on_four_gpus():
+    """Draw one step of DistributedDataParallel: a process per GPU, four buckets."""
+    compute, talk = "tab:green", "tab:orange"
+    _, axis = plt.subplots(figsize=(10, 2.6))
+    steps = [("forward, loss", 4, 2), ("backward", 6, 7), ("optimizer", 1.5, 11.85)]
+    for row in range(4):
+        for start, length in ((0, 4), (4, 6), (11.1, 1.5)):
+            axis.barh(row + 0.16, length, 0.5, start, color=compute, edgecolor="white")
+        for bucket in range(4):
+            start = 5.5 + 1.5 * bucket  # when backward has completed the bucket
+            axis.barh(row - 0.25, 1.1, 0.3, start, color=talk, edgecolor="white")
+            if row == 3:
+                text = f"{bucket + 1}"
+                axis.text(start + 0.55, 2.73, text, ha="center", va="center", size=7)
+    for name, _, middle in steps:
+        axis.text(middle, 3.55, name, ha="center", fontsize=8)
+    for color, label in (
+        (compute, "all GPUs compute"),
+        (talk, "all-reduce of a bucket of gradients"),
+    ):
+        axis.barh(0, 0, color=color, label=label)
+    axis.legend(loc="center right", fontsize=8, frameon=False)
+    axis.set(xlim=(0, 20), xticks=[], yticks=range(4))
+    axis.set_yticklabels(["GPU 3", "GPU 2", "GPU 1", "GPU 0"])
+    axis.set_xlabel("time (drawn, not measured)")
+    axis.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def star_and_ring():
+    """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
+    places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
+    _, (star, ring, curves) = plt.subplots(1, 3, figsize=(10, 2.6))
+    for axis, title in ((star, "all through rank 0"), (ring, "a ring")):
+        axis.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal", title=title)
+        axis.axis("off")
+    for rank, (x, y) in enumerate(places):
+        if rank:
+            arrow(star, (x * 0.8, y * 0.8), (0.06 * x, 0.8 + 0.06 * y), style="<->")
+        after_x, after_y = places[(rank + 1) % 4]
+        near, far = 0.77, 0.23
+        arrow(
+            ring,
+            (near * x + far * after_x, near * y + far * after_y),
+            (far * x + near * after_x, far * y + near * after_y),
+        )
+        for axis in (star, ring):
+            busiest = axis is star and rank == 0
+            box(axis, x, y, f"{rank}", "tab:red" if busiest else "tab:green")
+    processes = range(2, 17)
+    curves.plot(processes, [n - 1 for n in processes], color="tab:red")
+    curves.plot(processes, [2 * (n - 1) / n for n in processes], color="tab:green")
+    curves.text(10.4, 11.8, "by rank 0: n - 1", color="tab:red", ha="right")
+    text = "by each rank of the ring: 2 (n - 1) / n"
+    curves.text(16, 2.8, text, color="tab:green", ha="right", size=9)
+    curves.set(title="copies of the gradients sent", xlabel="processes n")
+    curves.set(xlim=(2, 16), ylim=(0, 16))
+    curves.spines[["top", "right"]].set_visible(False)
+    plt.tight_layout()
     plt.show()
 
 
