@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,11 +19,14 @@ def start():
     """Start the cluster, unless it is running, and let Slurm's commands find it.
 
     Where it cannot be started, say why; then `run` and `submit` only print that. It is
-    stopped when this process ends, unless it was running before.
+    stopped when this process ends, unless it was running before. The logs of jobs go to
+    $WORK/slurm-NUMBER.out.
     """
     global running
     folder = os.environ.get("LOCAL_CLUSTER", "/run/local_cluster")
     os.environ["SLURM_CONF"] = f"{folder}/slurm.conf"
+    # Otherwise sbatch has them written to the folder in which it runs, the repository.
+    os.environ["SBATCH_OUTPUT"] = f"{lesson.work}/slurm-%j.out"
     # The `python` of the jobs is this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     started = script("start")
@@ -38,12 +42,23 @@ def script(what):
     )
 
 
-def run(command, **options):
-    """Call lesson.run with one of Slurm's commands; return the lines it printed."""
+def run(command, sort=False, errors=None, quiet=False, **options):
+    """Call lesson.run with one of Slurm's commands; return the lines it printed.
+
+    sort: print the lines in sorted order, since those of several tasks come in any.
+    errors: a regular expression; print what matches it in the lines of standard error,
+    each match once, in sorted order.
+    """
     if not running:
         print(f"$ {command}\n{NO_CLUSTER}")
         return []
-    return lesson.run(command, **options).stdout.splitlines()
+    done = lesson.run(command, quiet=quiet or sort, **options)
+    lines = done.stdout.splitlines()
+    if sort and not quiet:
+        print(*sorted(lines), sep="\n")
+    if errors:
+        print(*sorted(set(re.findall(errors, done.stderr))), sep="\n")
+    return lines
 
 
 def submit(command):
@@ -72,9 +87,13 @@ def wait(until, seconds=120):
     return found if running else None
 
 
-def log(name):
-    """Return the lines of a job's log, without progress lines, which hold times."""
+def log(job):
+    """Return the lines of a job's log, without progress lines, which hold times.
+
+    job: its number, or the path of its log.
+    """
     if not running:
         return [NO_CLUSTER]
-    text = lesson.without_folders(Path(name).read_text())
+    path = lesson.work / f"slurm-{job}.out" if isinstance(job, int) else Path(job)
+    text = lesson.without_folders(path.read_text())
     return [line for line in text.splitlines() if "batch" not in line]

@@ -173,26 +173,27 @@ def number_formats():
 
 
 def allocation_step_task():
-    """Draw a Slurm job on two nodes, with the tasks of one step and their ranks."""
-    axis = canvas(3.2, (-0.3, 10.3), (-0.6, 3.6))
-    axis.add_patch(
-        plt.Rectangle((0, -0.4), 10, 3.8, fill=False, ec="tab:gray", ls="--")
-    )
-    axis.text(
-        0.15,
-        3.1,
-        "job = allocation: the nodes are yours until it ends",
-        color="tab:gray",
-    )
-    axis.add_patch(plt.Rectangle((0.3, 0.8), 9.4, 2, color="tab:blue", alpha=0.12))
-    axis.text(0.45, 2.45, "step: what one srun starts, on all nodes", color="tab:blue")
-    for node, x in (("node1", 0.5), ("node2", 5.2)):
-        axis.text(x + 2.1, -0.2, node, ha="center", weight="bold")
+    """Draw a Slurm job on two nodes, with the tasks of one step, ranks and GPUs."""
+    axis = canvas(3.8, (-0.3, 10.3), (-1.5, 3.8))
+
+    def frame(x, y, width, height, text, color, **style):
+        style = {"fill": False, "ec": color, **style}
+        axis.add_patch(plt.Rectangle((x, y), width, height, **style))
+        axis.text(x + 0.12, y + height - 0.33, text, color=color)
+
+    frame(0, -1.4, 10, 5.1, "job: nodes that are yours until it ends", "gray", ls="--")
+    for node, x in (("node1", 0.3), ("node2", 5.1)):
+        frame(x, -1.2, 4.6, 4.3, node, "black")
         for local in (0, 1):
-            rank = 2 * (node == "node2") + local
-            text = f"task\nPROCID={rank}\nLOCALID={local}"
-            box(axis, x + 1.05 + 2.15 * local, 1.6, text)
-    box(axis, 1.6, 0.35, "batch script (job.sbatch)", "tab:orange")
+            rank, center = 2 * (node == "node2") + local, x + 1.3 + 2 * local
+            box(
+                axis, center, 1.05, f"task, rank {rank}\nPROCID {rank}\nLOCALID {local}"
+            )
+            arrow(axis, (center, 0.42), (center, -0.45))
+            box(axis, center, -0.75, f"GPU {local}", "tab:gray")
+    step = {"fill": True, "fc": "tab:blue", "alpha": 0.12}
+    frame(0.5, 0.3, 9, 1.9, "step: the processes that one srun starts", "navy", **step)
+    box(axis, 3.2, 2.72, "batch script: srun ...", "tab:orange")
     plt.show()
 
 
