@@ -1,0 +1,46 @@
+"""The pages in docs/: the commands that they show print what they show."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from nbtools.lesson import PROGRAMS
+from tests.conftest import swept_unless
+from tools.stages import ROOT
+
+BLOCK = re.compile(r"^```\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = [
+    (path.stem, command, output)
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for command, output in BLOCK.findall(path.read_text())
+    if "/demos/" in command
+]
+
+
+def test_the_pages_show_commands():
+    assert len(SHOWN) >= 5
+    assert {page for page, _, _ in SHOWN} >= {"old_launchers", "uneven_inputs"}
+
+
+@pytest.mark.parametrize(
+    "command, output",
+    [swept_unless("join" in command, command, output) for _, command, output in SHOWN],
+)
+def test_a_command_prints_the_lines_that_its_page_shows(command, output):
+    """In any order, since several ranks print; `...` stands for anything."""
+    program, *words = shlex.split(command)
+    done = subprocess.run(
+        [*PROGRAMS[program], *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    printed = (done.stdout + done.stderr).splitlines()
+    for line in filter(None, output.splitlines()):
+        if line != "...":
+            pattern = ".*".join(map(re.escape, line.split("...")))
+            assert any(re.fullmatch(pattern, one) for one in printed), line
