@@ -30,6 +30,10 @@ FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
 MAIN = [f"{stage}/{stage}.ipynb" for stage in STAGES]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks.notebooks()]
 USES_SLURM = [name for name in ALL if "cluster.start(" in (ROOT / name).read_text()]
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("b*/*.md")]
+]
 MAX_CELLS, MAX_WORDS = 40, 1600  # "about 1,500 words" of text
 
 # Words that were once used here, and are not the field's (or not English): pattern, and
@@ -240,15 +244,27 @@ def test_a_notebook_keeps_to_its_limits(notebook):
         assert f"]({stage}.ipynb" in prose(notebook)
 
 
+def retired_words(text):
+    """Return {words found in a text: what to say instead}."""
+    found = {
+        re.search(pattern, text, re.IGNORECASE): RETIRED[pattern] for pattern in RETIRED
+    }
+    return {match[0]: better for match, better in found.items() if match}
+
+
 @pytest.mark.parametrize("notebook", ALL)
 def test_a_notebook_speaks_the_words_of_the_field(notebook):
-    text = "\n".join(cell.source for cell in book(notebook).cells)
-    found = {
-        match[0]: better
-        for pattern, better in RETIRED.items()
-        if (match := re.search(pattern, text, re.IGNORECASE))
-    }
-    assert not found
+    assert not retired_words("\n".join(cell.source for cell in book(notebook).cells))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_speaks_the_words_of_the_field(page):
+    assert not retired_words((ROOT / page).read_text())
+
+
+def test_retired_words_are_found():
+    text = "It goes on after step 3, but for rank 0, which is another."
+    assert set(retired_words(text)) == {"goes on after", "but for", "is another."}
 
 
 @pytest.mark.parametrize("before, after", list(zip(STAGES, STAGES[1:], strict=False)))
