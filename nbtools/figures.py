@@ -111,9 +111,9 @@ def star_and_ring():
     processes = range(2, 17)
     curves.plot(processes, [n - 1 for n in processes], color="tab:red")
     curves.plot(processes, [2 * (n - 1) / n for n in processes], color="tab:green")
-    curves.text(10.4, 11.8, "by rank 0: n - 1", color="tab:red", ha="right")
-    text = "by each rank of the ring: 2 (n - 1) / n"
-    curves.text(16, 2.8, text, color="tab:green", ha="right", size=9)
+    curves.text(10.4, 11.8, "by rank 0: n − 1", color="tab:red", ha="right")
+    text = "by each rank of a ring:\n2(n − 1)/n"
+    curves.text(8, 2.6, text, color="tab:green", size=9)
     curves.set(title="copies of the gradients sent", xlabel="processes n")
     curves.set(xlim=(2, 16), ylim=(0, 16))
     curves.spines[["top", "right"]].set_visible(False)

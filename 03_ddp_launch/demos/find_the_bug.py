@@ -38,6 +38,6 @@ for epoch in range(1, 5):
         difference = (layer.weight.data - of_rank_0).abs().max()
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         if rank == 0:
-            text = "the same" if difference == 0 else "DIFFERENT"
-            print(f"epoch {epoch}: {name} is {text} on both ranks", flush=True)
+            text = "is the same on" if difference == 0 else "DIFFERS between"
+            print(f"epoch {epoch}: {name} {text} the two ranks", flush=True)
 dist.destroy_process_group()

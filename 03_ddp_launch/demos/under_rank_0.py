@@ -1,5 +1,7 @@
 """A collective that only rank 0 calls. The argument is the size of the gradient.
 
+Rank 0 makes two calls and rank 1 makes one: rank 0's second call is never answered.
+
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/under_rank_0.py 1
 """
 
