@@ -46,7 +46,7 @@ RETIRED = {
     r"\bno more[.;,]": "no longer",
     r"\b(is|are|be|has) an?other[.;,]": "is different",
     r"\bsnapshots?\b": "checkpoint",
-    r"\btak(e|es|en|ing) up\b|\btook up\b": "resume",
+    r"\b(takes?|taken|taking|took) up\b(?! to\b)": "resume",
     r"\brehears": "warm up",
     r"\bfigures? (are|is) (the )?same\b": "metrics",
     r"\bgo(es)? on (after|from|with)\b": "resumes from",
