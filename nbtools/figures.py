@@ -174,16 +174,17 @@ def number_formats():
 
 def allocation_step_task():
     """Draw a Slurm job on two nodes, with the tasks of one step, ranks and GPUs."""
-    axis = canvas(3.8, (-0.3, 10.3), (-1.5, 3.8))
+    axis = canvas(4, (-0.3, 10.3), (-1.5, 4.2))
 
     def frame(x, y, width, height, text, color, **style):
         style = {"fill": False, "ec": color, **style}
         axis.add_patch(plt.Rectangle((x, y), width, height, **style))
         axis.text(x + 0.12, y + height - 0.33, text, color=color)
 
-    frame(0, -1.4, 10, 5.1, "job: nodes that are yours until it ends", "gray", ls="--")
+    job = "job: cores, memory and GPUs on two nodes, until it ends"
+    frame(0, -1.4, 10, 5.5, job, "black", ls="--")
     for node, x in (("node1", 0.3), ("node2", 5.1)):
-        frame(x, -1.2, 4.6, 4.3, node, "black")
+        frame(x, -1.2, 4.6, 4.7, node, "black")
         for local in (0, 1):
             rank, center = 2 * (node == "node2") + local, x + 1.3 + 2 * local
             box(
@@ -192,8 +193,9 @@ def allocation_step_task():
             arrow(axis, (center, 0.42), (center, -0.45))
             box(axis, center, -0.75, f"GPU {local}", "tab:gray")
     step = {"fill": True, "fc": "tab:blue", "alpha": 0.12}
-    frame(0.5, 0.3, 9, 1.9, "step: the processes that one srun starts", "navy", **step)
-    box(axis, 3.2, 2.72, "batch script: srun ...", "tab:orange")
+    frame(0.5, 0.3, 9, 1.9, "job step: the tasks that one srun starts", "navy", **step)
+    box(axis, 3.2, 3, "batch script: srun ...", "tab:orange")
+    arrow(axis, (3.2, 2.72), (3.2, 2.2))
     plt.show()
 
 

@@ -46,7 +46,7 @@ RETIRED = {
     r"\bno more[.;,]": "no longer",
     r"\b(is|are|be|has) an?other[.;,]": "is different",
     r"\bsnapshots?\b": "checkpoint",
-    r"\btak(e|es|en|ing) up\b|\btook up\b": "resume",
+    r"\b(takes?|taken|taking|took) up\b(?! to\b)": "resume",
     r"\brehears": "warm up",
     r"\bfigures? (are|is) (the )?same\b": "metrics",
     r"\bgo(es)? on (after|from|with)\b": "resumes from",
@@ -133,7 +133,12 @@ def assert_it_runs(notebook, copy, compare=True):
     compare: whether the outputs have to be the stored ones.
     """
     before = files(copy)
-    done = nbval(copy / notebook, compare)
+    try:
+        done = nbval(copy / notebook, compare)
+    finally:
+        if notebook in USES_SLURM:  # nbval kills the kernel, which would stop it
+            stop = ["bash", str(ROOT / "tools/local_slurm.sh"), "stop"]
+            subprocess.run(stop, check=False, capture_output=True)
     passed = rf"^{len(code_cells(notebook))} passed"
     assert re.search(passed, done.stdout, re.MULTILINE), done.stdout[-5000:]
     assert files(copy) == before

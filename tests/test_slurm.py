@@ -273,26 +273,67 @@ def requeued_before_its_time_is_over(cluster, name, folder):
 
 
 @pytest.mark.sweep
-@pytest.mark.fault(
-    stages="10",
-    what="a job's time is nearly over",
-    sees="`the time is nearly over` in its log; it is requeued, and says `resumed from"
-    " step` when it runs again",
-    seconds=120,
-    lost="nothing",
-)
 def test_before_its_time_is_over_a_job_is_requeued_and_resumes(
-    cluster, trained, tmp_path, fault
+    cluster, trained, tmp_path
 ):
+    """The signal is sent by hand, so that the run can be a short one, and compared."""
     job, resumed = requeued_before_its_time_is_over(cluster, JOB, tmp_path)
-    assert cluster.wait(job, *ENDED, seconds=fault.seconds) == "COMPLETED", log_of(job)
+    assert cluster.wait(job, *ENDED, seconds=120) == "COMPLETED", log_of(job)
     log = log_of(job)
-    fault.assert_seen(log)
+    assert log.count("the time is nearly over") == 1
     assert log.count("2 processes on gloo") == 2
     assert log.count(resumed) == 1
     assert cluster.show(job)["Restarts"] == "1"
     reference = trained(PREEMPTION, 2, *LONG, how=train_in_forks)
     assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
+
+
+@pytest.fixture
+def limited(cluster, tmp_path):
+    """Two jobs without an end, which have a minute each, the shortest limit there is.
+
+    The first gets the signal before its minute is over, and the second does not. Slurm
+    compares times every 30 seconds, and sends a signal as soon as the next time might
+    be too late. So one that is wanted a second before the end comes 1 to 31 seconds
+    before it, and in any case 30 seconds before the job is killed.
+    """
+    variables = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "B:USR1@1"}
+    flags = (*LONG, *NEVER, *ENDLESS)
+    first = cluster.submit(PREEMPTION, JOB, *flags, cwd=tmp_path, **variables)
+    words = ["sbatch", "--parsable", "--time=1", "--requeue", "--wrap=sleep 1000"]
+    number = cluster.call(*words, cwd=tmp_path).stdout.strip()
+    log = tmp_path / f"slurm-{number}.out"
+    second = types.SimpleNamespace(number=number, log=log)
+    yield first, second
+    cluster.call("scancel", first.number, second.number)
+
+
+@pytest.mark.sweep
+@pytest.mark.fault(
+    stages="10",
+    what="a job needs more time than its limit, in the test a real one of a minute",
+    sees="`the time is nearly over` in its log; it is requeued, and says `resumed from"
+    " step` when it runs again (a job that does not act on the signal: `DUE TO TIME"
+    " LIMIT`; its state is TIMEOUT, and it is not requeued)",
+    seconds=180,
+    lost="nothing (without the signal: the steps since the last checkpoint)",
+)
+def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
+    limited, cluster, fault
+):
+    job, other = limited
+    assert cluster.show(job)["TimeLimit"] == "00:01:00"
+    cluster.wait_for(job, "the time is nearly over", seconds=120)
+    state = cluster.wait(job, "PENDING", "FAILED", "TIMEOUT")
+    assert state == "PENDING", log_of(job)
+    step = steps_of(job)[-1]
+    cluster.wait_for(job, f"resumed from step {step}\n", seconds=fault.seconds)
+    assert log_of(job).count("2 processes on gloo") == 2
+    assert "DUE TO TIME LIMIT" not in log_of(job)
+    assert cluster.show(job)["Restarts"] == "1"
+    assert cluster.wait(other, "TIMEOUT", "FAILED", "PENDING") == "TIMEOUT"
+    assert cluster.show(other)["Restarts"] == "0"
+    fault.assert_seen(log_of(job) + log_of(other))
 
 
 @pytest.mark.sweep
@@ -335,7 +376,7 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.fault(
     stages="06 to 08",
-    what="a job's time is nearly over",
+    what="a job's time is nearly over (in the test the signal is sent by hand)",
     sees="`the time is nearly over` in its log; it is requeued, once, and starts over",
     seconds=60,
     lost="the run so far",

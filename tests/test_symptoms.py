@@ -1,9 +1,16 @@
-"""docs/symptoms.md: every row links to a section that shows its words."""
+"""docs/symptoms.md: every row links to a section that shows its words.
+
+The section is in a stage's notebook, in a companion beside it, or on a page in docs/,
+for instance on this page. Words with the mark † are quoted and were not produced here.
+"""
 
 import re
 
 import nbformat
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tools.stages import ROOT
 
@@ -11,11 +18,22 @@ PAGE = ROOT / "docs/symptoms.md"
 
 # What readers ask for most, and a pattern of the row that answers it.
 WANTS = {
-    "why does it hang": "in the middle of a run.*#when-it-hangs",
-    "not equal to one GPU": "other weights than one.*#what-would-spoil-the-comparison",
-    "batch size and learning rate": "global batch .* learning rate .*#3-data",
+    "why does it hang": "in the middle of a run.*when_it_hangs.ipynb#a-job-that-stops",
+    "it does not start": "client socket has timed out.*#1-does-it-start",
+    "NCCL's timeout": "Watchdog caught.*#5-what-nccl-leaves-behind",
+    "NCCL's network": "unhandled system error.*#what-nccl-says",
+    "which rank failed": "ChildFailedError.*error_file.*#an-exception",
+    "out of a GPU's memory": "CUDA out of memory.*#a-gpu-is-full",
+    "out of memory": "oom_kill.*#the-jobs-memory-is-full",
+    "out of shared memory": "Bus error.*#shared-memory-is-full",
+    "out of time": "DUE TO TIME LIMIT.*#the-jobs-time-is-over",
+    "more processes than GPUs": "invalid device ordinal.*#choosing-gpus",
+    "CUDA in a fork": "Cannot re-initialize CUDA.*#fork-instead-of-spawn",
+    "DDP and activation checkpointing": "ready only once.*#used-twice",
+    "not equal to one GPU": "different weights than one.*#what-would-spoil-the-",
+    "batch size and learning rate": "global batch .* learning rate .*#what-does---",
     "the exact accuracy from all GPUs": "accuracy .*#shards-combined-wrongly",
-    "local_rank": "--local_rank.*---local_rank",
+    "local_rank": "--local_rank.*old_launchers.md",
     "port in use": "EADDRINUSE.*#a-port-that-is-taken",
     "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss",
     "set_epoch": "every epoch.*#set_epoch-forgotten",
@@ -23,14 +41,14 @@ WANTS = {
     "Slurm's ranks": "SLURM_PROCID.*#slurm_procid-as-the-number-of-the-gpu",
     "GPU 0's memory": "memory of GPU 0.*#2-processes",
     "spawn in notebooks": "AttributeError.*#a-function-from-a-notebooks-cell",
-    "not faster": "brings little.*#why-it-is-not-faster",
+    "not faster": "brings little.*#why-it-is-not-n-times-faster",
     "no_sync": "no_sync.*#no_sync-around-backward-only",
     "order of mixed precision's calls": "in which order.*05_amp.ipynb#4-one-training",
     "resuming exactly": "resumed run.*#what-the-usual-checkpoint-forgets",
     "uneven inputs": "uneven inputs.*#one-batch-more-than-the-others",
     "collectives under rank 0": "if rank == 0.*#a-collective-under-if-rank--0",
-    "the prefix module.": "module.0.weight.*#weights-that-nothing-else-can-load",
-    "when SyncBatchNorm": "is SyncBatchNorm needed.*#1-flags",
+    "the prefix module.": "module.0.weight.*#names-that-begin-with-module",
+    "when SyncBatchNorm": "is SyncBatchNorm needed.*#batch-norm",
     "augmentation per rank": "random crops.*#the-same-random-numbers-on-every-rank",
     "warnings at exit": "destroy_process_group.*#6-the-run",
     "texts that match the code": "snippet.*#the-script-section-by-section",
@@ -44,8 +62,8 @@ def lines():
 
 
 def rows():
-    """Return, for each row, what you see and the link's text, notebook and section."""
-    row = re.compile(r"\| (.+) \| .+ \| \[(.+)\]\(\.\./(\w+)/\3\.ipynb#(\S+)\) \|")
+    """Return, for each row, what you see, and its link's label, file and anchor."""
+    row = re.compile(r"\| (.+) \| .+ \| \[(.+)\]\(([^#]*)#(\S+)\) \|")
     found = [row.fullmatch(line) for line in lines()]
     assert all(found), "not a row: " + lines()[found.index(None)]
     return [match.groups() for match in found]
@@ -66,18 +84,32 @@ def shown(cell):
     return re.sub(r"\x1b\[\d+m", "", text).splitlines()
 
 
-def sections(notebook):
-    """Return {slug: (heading, lines)} of a notebook.
+def blocks(path):
+    """Yield the lines of a page or of a notebook's cells; whether they are markdown.
 
-    A section's lines end at the next heading of its level. No two headings of a
-    notebook may have the same slug.
+    The paragraphs of a page are unwrapped, each to one line.
+    """
+    if path.suffix == ".md":
+        parts = re.split(r"^(```.*?^```)$", path.read_text(), flags=re.M | re.DOTALL)
+        for number, part in enumerate(parts):
+            if number % 2 == 0:  # not the code between two fences
+                part = re.sub(r"(?<=[^\n|])\n(?=[^\n#|])", " ", part)
+            yield part.splitlines(), True
+    else:
+        for cell in nbformat.read(path, as_version=4).cells:
+            yield shown(cell), cell.cell_type == "markdown"
+
+
+def sections(path):
+    """Return {slug: (heading, lines)} of a page or a notebook.
+
+    A section's lines end at the next heading of its level. No two headings may have the
+    same slug.
     """
     found, inside = {}, []
-    book = nbformat.read(ROOT / notebook / f"{notebook}.ipynb", as_version=4)
-    for cell in book.cells:
-        text = cell.cell_type == "markdown"
+    for block, text in blocks(path):
         fenced = False
-        for line in shown(cell):
+        for line in block:
             fenced ^= line.startswith("```")
             if text and not fenced and (match := re.match(r"(#+) (.+)", line)):
                 level, heading = len(match[1]), match[2]
@@ -90,9 +122,17 @@ def sections(notebook):
     return found
 
 
+def label_of(file, heading):
+    """Return what a link to a section is called: NN: heading, or on a page heading."""
+    if not file.endswith(".ipynb"):
+        return heading
+    stage = file.split("/")[1][:2]
+    return f"{stage}: {heading.removeprefix(f'{stage} · ')}"
+
+
 def test_the_page_is_long_enough_for_what_readers_want():
-    assert len(WANTS) == 23
-    assert len(rows()) >= 23
+    assert len(WANTS) == 34
+    assert len(rows()) >= len(WANTS)
 
 
 @pytest.mark.parametrize("want", WANTS)
@@ -100,14 +140,60 @@ def test_what_readers_want_has_a_row(want):
     assert any(re.search(WANTS[want], line) for line in lines())
 
 
-@pytest.mark.parametrize("notebook", sorted({row[2] for row in rows()}))
-def test_a_row_links_to_a_section_that_shows_its_words(notebook):
-    there = sections(notebook)
-    for see, label, _, anchor in [row for row in rows() if row[2] == notebook]:
-        assert anchor in there, f"{notebook} has no section {anchor}"
+@pytest.mark.parametrize("file", sorted({row[2] for row in rows()}))
+def test_a_row_links_to_a_section_that_shows_its_words(file):
+    there = sections((PAGE.parent / file).resolve() if file else PAGE)
+    for see, label, _, anchor in [row for row in rows() if row[2] == file]:
+        assert anchor in there, f"{file} has no section {anchor}"
         heading, text = there[anchor]
-        assert label == f"{notebook[:2]}: {heading.removeprefix(f'{notebook[:2]} · ')}"
+        assert label == label_of(file, heading)
         for words in re.findall(r"`([^`]+)`", see):
             pattern = ".*".join(map(re.escape, words.split("...")))
             found = any(re.search(pattern, line) for line in text)
             assert found, f"{label} does not show: {words}"
+        if "†" in see:
+            said = re.search("not (produced|run) here|quoted", "\n".join(text), re.I)
+            assert said, label
+
+
+def test_a_section_of_the_page_names_its_source_or_a_test():
+    marked = {anchor for see, _, file, anchor in rows() if not file and "†" in see}
+    linked = {anchor for _, _, file, anchor in rows() if not file}
+    there = sections(PAGE)
+    inside = "\n".join(there["explained-here"][1])
+    assert linked == {
+        slug(heading) for heading in re.findall("^### (.*)", inside, re.M)
+    }
+    for anchor in linked:
+        text = "\n".join(there[anchor][1])
+        assert (anchor in marked) == ("Not produced here" in text)
+        assert ("(../tests/" in text) == (anchor not in marked)
+
+
+class CalledTwice(nn.Module):
+    """A layer that is called twice, both times with activation checkpointing."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for _ in range(2):
+            x = checkpoint(self.layers[1], x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.usefixtures("group")
+def test_a_variable_that_is_ready_twice():
+    def train(**options):
+        wrapped = nn.parallel.DistributedDataParallel(CalledTwice(**options))
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+    ((see, *_),) = [row for row in rows() if "ready only once" in row[0]]
+    with pytest.raises(RuntimeError) as error:
+        train(use_reentrant=True)
+    for words in re.findall(r"`([^`]+)`", see):
+        assert words in str(error.value)
+    train(use_reentrant=False)

@@ -10,17 +10,29 @@ from tools.stages import ROOT
 PAGE = ROOT / "docs/faults.md"
 HEAD = """# What can go wrong, and what you will see
 
-A test produces every row. It makes the fault happen, waits for the run to end or to
-resume, at most as long as the column "within" says, and looks in the output for the
-words in `this type`, where `...` stands for anything. The time limits leave room for
-two cores that are busy with other tests; most of this takes a few seconds.
-`python -m tools.fault_table` writes this page from the marks of the tests.
+<!-- python -m tools.fault_table writes this page from the marks of the tests -->
 
-What is lost is training. With `--out-dir`, the stages write weights and metrics after
+A test produces every row: it makes the fault happen, and finds the words in `this type`
+in the output, where `...` stands for anything. It does so on CPUs with gloo. Where a
+row speaks of a job, there is a Slurm with two nodes, both on one machine. With NCCL, a
+rank that hangs or dies is reported differently: see
+[when it hangs](../06_slurm/when_it_hangs.ipynb).
+
+*Within* is the limit of the test, on two cores that are busy with other tests, and not
+what you have to wait for. Most of this takes a few seconds. But how long the others
+wait for a rank that hangs is up to `--timeout`, and when a requeued job runs again is
+up to the queue.
+
+*What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
 Stages 09 and 10 resume from the latest checkpoint in `--checkpoint-dir`. They write one
 after every epoch and one every `--checkpoint-every` steps; stage 10 also writes one
 every `--checkpoint-minutes`.
+
+When stage 10 is told to stop, it takes up to two more steps and writes a checkpoint.
+*Nothing* is lost only if that takes less time than the sender leaves before it kills
+the processes: Slurm's `KillWait` (30 s by default) or the partition's `GraceTime`, and
+torchrun's 30 s. Otherwise the steps since the last checkpoint are lost.
 
 | stages | what happens | what you see | within | what is lost | test |
 |---|---|---|---|---|---|

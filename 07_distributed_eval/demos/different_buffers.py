@@ -27,6 +27,7 @@ for broadcast in (False, True):
     if rank == 0:
         alone = nn.functional.cross_entropy(model(images), target)
         name = "broadcast first" if broadcast else "no broadcast"
-        print(f"{name:15}: loss {loss / 1001:.5f}, by rank 0 alone {alone:.5f}")
+        print(f"{name:15}: loss {loss / 1001:.5f},", end=" ")
+        print(f"rank 0's model on the whole set {alone:.5f}")
         assert torch.isclose(loss / 1001, alone, atol=1e-6, rtol=0) == broadcast
 dist.destroy_process_group()

@@ -15,7 +15,7 @@ everything = [None] * world_size if rank == 0 else None
 dist.gather_object(found, everything, dst=0)
 if rank == 0:
     boxes = {i: box for part in everything for i, box in part.items()}
-    print("boxes of images 0 to 9:", [len(boxes[i]) for i in range(10)])
+    print("number of boxes of images 0 to 9:", [len(boxes[i]) for i in range(10)])
 
 # 2. Early stopping: is the loss of the validation set above the best so far?
 best = 0.42
@@ -25,7 +25,7 @@ own = (sums[0] / sums[1]).item() > best
 dist.all_reduce(sums)
 shared = (sums[0] / sums[1]).item() > best
 
-# 3. A decision that only rank 0 can take, from its clock for instance.
+# 3. A decision that only rank 0 can take: by its clock, the run has had its time.
 stop = torch.tensor([rank == 0])
 dist.broadcast(stop, src=0)
 
@@ -33,7 +33,7 @@ decisions = [None] * world_size
 dist.all_gather_object(decisions, (own, shared, stop.item()))
 if rank == 0:
     for name, answers in zip(
-        ("from its own shard", "after the all-reduce", "told by rank 0"),
+        ("by its shard's loss", "by the whole set's loss", "told by rank 0's clock"),
         zip(*decisions, strict=True),
         strict=True,
     ):

@@ -1,0 +1,36 @@
+"""A job that stops: in step 4, rank 1 reads from a file server that does not answer.
+
+SCRIPT=06_slurm/demos/hang.py sbatch --ntasks-per-node=1 06_slurm/job.sbatch 8
+The 8 is the timeout of the process group, in seconds.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def read_images(step):
+    if step == 4 and dist.get_rank() == 1:
+        time.sleep(3600)  # the file server
+    return torch.ones(1000)
+
+
+def main():
+    dist.init_process_group(
+        "gloo",
+        rank=int(os.environ["SLURM_PROCID"]),
+        world_size=int(os.environ["SLURM_STEP_NUM_TASKS"]),
+        timeout=timedelta(seconds=int(sys.argv[1])),
+    )
+    for step in range(1, 100):
+        gradient = read_images(step).mean()
+        dist.all_reduce(gradient)
+        if dist.get_rank() == 0:
+            print(f"step {step}", flush=True)
+
+
+main()
