@@ -4,15 +4,15 @@ import signal
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
-def last_step(heard, steps):
-    first = min((step for step in heard if step is not None), default=None)
+def last_step(received, steps):
+    first = min((step for step in received if step is not None), default=None)
     if first is None:
         return None
     return first if first % steps == 0 else first + 1
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def run_until_told(functions):
+def run_until_signalled(functions):
     received = []
     signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     count = 0

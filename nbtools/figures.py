@@ -283,22 +283,19 @@ def stretch(axis, row, start, length, text, color):
 
 def killed_and_started_again():
     """Draw a run that is killed, and the run that resumes from its checkpoint."""
-    axis = canvas(2.4, (-1.4, 10.5), (-0.9, 2))
-    for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 4, 10)):
-        axis.text(-0.2, y, name, ha="right", va="center", weight="bold")
+    axis = canvas(2.2, (-1.4, 10.5), (-0.7, 1.9))
+    for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 6, 10.4)):
+        axis.text(start - 0.2, y, name, ha="right", va="center", weight="bold")
         arrow(axis, (start, y), (end, y))
-    for x, y in ((2, 1.3), (4, 1.3), (6, 1.3), (6, 0), (8, 0)):
+        axis.plot([6, 6.9], [y, y], color="tab:orange", lw=9, alpha=0.4)
+    for x, y in ((2, 1.3), (4, 1.3), (6, 1.3), (8, 0), (10, 0)):
         axis.plot(x, y, "o", color="tab:green", ms=12)
-    axis.plot(6, 1.3, "o", color="white", mec="tab:red", ms=12)
+    axis.text(2, 1.62, "checkpoint", color="tab:green", ha="center")
     axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
     axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
-    axis.text(4, 1.62, "valid", color="tab:green", ha="center")
-    axis.text(6, 1.62, "corrupt", color="tab:red", ha="center")
-    arrow(axis, (4, 1.1), (4, 0.1), "tab:green")
-    axis.text(3.9, 0.6, "resumes from here", color="tab:green", ha="right", va="center")
-    axis.text(
-        5.5, -0.55, "the steps since then are repeated, on the same images", ha="center"
-    )
+    arrow(axis, (6, 1.1), (6, 0.15), "tab:green")
+    axis.text(5.9, 0.65, "resumes here", color="tab:green", ha="right", va="center")
+    axis.text(6.1, -0.5, "taken twice, on the same images", color="tab:orange")
     plt.show()
 
 
@@ -319,4 +316,42 @@ def a_vote_and_a_step():
     arrow(axis, (6.9, 0.75), (7.05, 0.75), "tab:red")
     axis.text(7, 2.2, "read the result:\nall stop here", ha="center", color="tab:red")
     axis.plot([7, 7], [-0.3, 1.9], color="tab:red", lw=1)
+    plt.show()
+
+
+def from_the_signal_to_the_next_start():
+    """Draw what happens in a job before its time limit, and in a preempted one."""
+    axis = canvas(5.2, (-1.9, 11.4), (-0.6, 6.6))
+    stop, slurm = "tab:red", "tab:blue"
+    for low, title in ((3.6, "the time limit is near"), (0, "the job is preempted")):
+        axis.text(-1.8, low + 2.55, title, weight="bold", color=stop)
+        for name, y in (("Slurm", 2), ("batch script", 1), ("ranks", 0)):
+            axis.text(-0.5, low + y, name, ha="right", va="center")
+        for x, text in ((2.8, "step 30"), (4.4, "step 31"), (6.1, "checkpoint")):
+            box(axis, x, low, text)
+        for x, text in ((3.6, "vote"), (5.2, "read it")):
+            axis.plot([x, x], [low - 0.3, low + 0.3], color=stop, lw=1)
+            axis.text(x, low - 0.55, text, color=stop, ha="center")
+        axis.text(7.65, low, "exit 143", ha="center", va="center")
+        axis.plot([2.3, 7.5], [low + 1, low + 1], ":", color="gray")
+        axis.text(5, low + 1.1, "waits until srun has ended", color="gray", ha="center")
+        arrow(axis, (7.6, low + 0.2), (7.9, low + 0.7))
+        for x, text in ((9.1, "PENDING"), (10.7, "RUNNING")):
+            box(axis, x, low + 2, text, slurm)
+        arrow(axis, (10.7, low + 1.7), (10.7, low + 0.3))
+        axis.text(10.7, low, "resumed from\nstep 31", ha="center", va="center")
+        box(axis, 1.7, low + 1, "trap", "tab:orange")
+    box(axis, 0.2, 5.6, "USR1", stop)
+    arrow(axis, (0.2, 5.3), (1.3, 4.7), stop)
+    arrow(axis, (1.8, 4.3), (2.3, 3.9), stop)
+    axis.text(2.2, 4.1, "scancel --signal=TERM", color=stop)
+    box(axis, 8.1, 4.6, "requeue", "tab:orange")
+    arrow(axis, (8.3, 4.9), (8.7, 5.3))
+    box(axis, 0.2, 2, "TERM", stop)
+    arrow(axis, (0.2, 1.7), (1.3, 1.1), stop)
+    arrow(axis, (0.2, 1.7), (2.1, 0.05), stop)
+    axis.text(8.1, 1, "exit 143", ha="center", va="center")
+    axis.plot([0.9, 8.3], [2, 2], ":", color="gray")
+    text = "KillWait, and then SIGKILL to what is left"
+    axis.text(5, 2.1, text, color="gray", ha="center")
     plt.show()
