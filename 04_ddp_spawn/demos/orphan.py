@@ -9,23 +9,29 @@ import ctypes
 import os
 import signal
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
+import torch.multiprocessing as mp
+
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+CASES = {  # whether SIGINT is ignored, and whether the worker asks for SIGKILL
+    "mp.spawn alone": (False, False),
+    "SIGINT ignored": (True, False),
+    "SIGINT ignored, and prctl with SIGKILL": (True, True),
+}
 
 
-def worker(pid_pipe, protected):
+def worker(rank, pid_pipe, protected):  # noqa: ARG001 (mp.spawn passes the rank)
     if protected:  # ask the kernel: when my parent dies, send me SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid_pipe.send(os.getpid())
-    time.sleep(60)  # its "training"
+    time.sleep(300)  # its "training"
 
 
-def parent(pid_pipe, protected):
-    spawn = get_context("spawn")
-    spawn.Process(target=worker, args=(pid_pipe, protected)).start()
-    time.sleep(60)
+def parent(pid_pipe, ignored, protected):
+    handler = signal.SIG_IGN if ignored else signal.default_int_handler
+    signal.signal(signal.SIGINT, handler)  # the worker inherits what is ignored
+    mp.spawn(worker, (pid_pipe, protected), nprocs=1)
 
 
 def is_running(pid):
@@ -34,17 +40,20 @@ def is_running(pid):
 
 
 def main():
-    spawn = get_context("spawn")
-    for protected in (False, True):
+    spawn = mp.get_context("spawn")
+    started = []
+    for flags in CASES.values():
         receiver, sender = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=parent, args=(sender, protected))
+        process = spawn.Process(target=parent, args=(sender, *flags))
         process.start()
-        orphan = receiver.recv()
+        started.append((process, receiver))
+    orphans = [receiver.recv() for _, receiver in started]
+    for process, _ in started:
         process.kill()  # SIGKILL: the parent cannot react to it
         process.join()
-        time.sleep(2)
+    time.sleep(5)
+    for name, orphan in zip(CASES, orphans, strict=True):
         left = is_running(orphan)
-        name = "with prctl" if protected else "without prctl"
         print(f"{name}: the worker {'is still running' if left else 'is gone, too'}")
         if left:
             os.kill(orphan, signal.SIGKILL)
