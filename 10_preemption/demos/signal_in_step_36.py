@@ -10,6 +10,7 @@ srun started: to torchrun and to all ranks.
 import os
 import runpy
 import sys
+import time
 
 import psutil
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -30,6 +31,8 @@ def after_step(*_):
     for member in members:
         # a program of its own sends it: workers ask whether their rank was the sender
         psutil.Popen(["kill", f"-{name}", str(member.pid)]).wait()
+    if name == "USR1":
+        time.sleep(5)  # a launcher that dies of it ends this process meanwhile
 
 
 register_optimizer_step_post_hook(after_step)
