@@ -27,6 +27,8 @@ def main():
         nn.functional.cross_entropy(model(x), target).backward()
         optimizer.step()
     answers = model(images[1500:]).argmax(dim=1)
+    accuracy = (answers == labels[1500:]).double().mean().item()
+    print(f"validation accuracy: {accuracy:.2%}")
     torch.save({"weights": model[0].weight.detach(), "answers": answers}, sys.argv[1])
 
 
