@@ -31,8 +31,8 @@ def fail(how, labels):
 def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank = dist.get_rank()
-    # Processes take a while to end: loggers, loader workers. Here rank 0 takes longest.
-    atexit.register(time.sleep, 4 if rank == 0 else 2)
+    # Processes take a while to end: loggers, loader workers. Here one takes longest.
+    atexit.register(time.sleep, 4 if rank == args.slow_rank else 2)
     atexit.register(dist.destroy_process_group)  # runs first
     model = nn.Linear(64, 10)
     for step in range(1, 6):
@@ -46,6 +46,7 @@ def main():
 parser = argparse.ArgumentParser()
 parser.add_argument("how", choices=("label", "memory", "kill", "hang"))
 parser.add_argument("--record", action="store_true", help="decorate main with @record")
+parser.add_argument("--slow-rank", type=int, default=0, help="takes longest to end")
 parser.add_argument("--timeout", type=float, default=1800, help="in seconds")
 args = parser.parse_args()
 if args.record:
