@@ -85,12 +85,6 @@ def without_folders(text):
     return text.replace(str(work), "$WORK").replace(f"{ROOT}/", "")
 
 
-def launch(arguments, fails=False, quiet=False, seconds=300, **variables):
-    """To be removed when no notebook calls it: use run."""
-    words = [*(f"{name}={value}" for name, value in variables.items()), "python"]
-    return run(shlex.join([*words, *map(str, arguments)]), fails, quiet, seconds)
-
-
 def grep(pattern, text):
     """Print the lines of a text in which a regular expression is found.
 
