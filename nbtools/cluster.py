@@ -1,12 +1,13 @@
 """A Slurm cluster for the notebooks: tools/local_slurm.sh, and commands sent to it."""
 
-import atexit
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from nbtools import lesson
 
@@ -23,16 +24,31 @@ def start():
     $WORK/slurm-NUMBER.out.
     """
     global running
-    folder = os.environ.get("LOCAL_CLUSTER", "/run/local_cluster")
+    folder = Path(os.environ.get("LOCAL_CLUSTER", "/run/local_cluster"))
     os.environ["SLURM_CONF"] = f"{folder}/slurm.conf"
     # Otherwise sbatch has them written to the folder in which it runs, the repository.
     os.environ["SBATCH_OUTPUT"] = f"{lesson.work}/slurm-%j.out"
     # The `python` of the jobs is this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    owner = folder / "started_by"
+    if owner.exists() and not psutil.pid_exists(int(owner.read_text())):
+        script("stop")  # another notebook's, which has just ended
     started = script("start")
     running = started.returncode == 0
     if started.stdout.startswith("started"):
-        atexit.register(script, "stop")
+        owner.write_text(str(os.getpid()))
+        # Not atexit: Jupyter kills its kernels. `tail` waits for this process to end.
+        wait_and_stop = (
+            f"tail --pid={os.getpid()} --sleep-interval=0.2 --follow /dev/null;"
+            f' [ "$(cat {owner})" = {os.getpid()} ] && bash {SCRIPT} stop'
+        )
+        subprocess.Popen(
+            ["bash", "-c", wait_and_stop],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     print(*(started.stdout or started.stderr).splitlines()[:1])
 
 
