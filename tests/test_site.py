@@ -203,7 +203,9 @@ def wanted_order():
     order = ["index.html"]
     for stage in STAGES:
         books = [name.removesuffix(".ipynb") for name in notebooks(stage, names)]
-        order += [f"{stage}/{name}.html" for name in [*books, *scripts(stage, names)]]
+        programs = scripts(stage, names)
+        programs += [f"demos/{name}" for name in scripts(f"{stage}/demos", names)]
+        order += [f"{stage}/{name}.html" for name in [*books, *programs]]
     return order
 
 
@@ -220,12 +222,15 @@ def test_previous_and_next_lead_through_all_pages(site, pages):
             assert back.resolve() == site / here
         here = there
     wanted = wanted_order()
-    assert [name.split("/")[1] for name in wanted if name[:2] == "06"] == [
+    assert [name.partition("/")[2] for name in wanted if name[:2] == "06"][:6] == [
         "06_slurm.html",
+        "when_it_hangs.html",
         "train.py.html",
+        "first_job.sbatch.html",
         "job.sbatch.html",
         "job_torchrun.sbatch.html",
     ]
+    assert "03_ddp_launch/demos/by_hand.py.html" in wanted
     assert order[: len(wanted)] == wanted
     assert sorted([*order, "search.html"]) == sorted(pages)
     for name in known_files():

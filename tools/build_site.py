@@ -151,11 +151,14 @@ def notebook_page(notebook, names, page_of):
         cells.append(cell)
         if cell["cell_type"] == "markdown":
             cell["source"] = relink(source, stage, page_of)
-        elif shown := shows.search(source):
-            script, title = f"{shown[1]}/train.py", shown[2]
-            first, last = section_spans(script)[title]
-            slug = title.replace(".", "").replace(" ", "-")
-            add(f"[{script}, lines {first} to {last}](../{script}.md#{slug})")
+            continue
+        links = []
+        for shown, title in shows.findall(source):
+            first, last = section_spans(f"{shown}/train.py")[title]
+            page = f"../{shown}/train.py.md#{title.replace('.', '').replace(' ', '-')}"
+            links.append(f"[{shown}/train.py, lines {first} to {last}]({page})")
+        if links:
+            add(", ".join(links))
     if Path(notebook).stem == stage:
         companions = notebooks(stage, names)[1:]
         beside = scripts(stage, names)
