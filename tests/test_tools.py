@@ -243,7 +243,7 @@ def test_what_is_missing_or_too_old_is_named(monkeypatch, capsys):
 
 def test_a_python_of_ones_own_is_used_as_it_is():
     """`make demo PY=...` checks what it needs and installs nothing."""
-    dry_run = ["make", "-n", "demo", f"PY={sys.executable}"]
+    dry_run = ["make", "--no-print-directory", "-n", "demo", f"PY={sys.executable}"]
     done = subprocess.run(dry_run, cwd=ROOT, check=True, capture_output=True, text=True)
     names = "torch torchvision numpy tqdm matplotlib psutil"
     assert done.stdout.splitlines() == [
