@@ -146,7 +146,8 @@ def test_kills_at_random_moments_change_no_bit(
                 assert "hung" not in exit_codes(done), kills
         assert_same(run.out_dir, reference, kills)
         run.assert_no_step_is_lost_or_doubled(50, kills)
-        assert len(run.steps()) == 2
+        # --keep-checkpoints, and one more if the last kill came just before its removal
+        assert len(run.steps()) in (2, 3)
 
 
 # The n-th call of which function it is, in one start after the other, and in which

@@ -99,6 +99,8 @@ def script_page(script):
     path = Path(script)
     of_stage = path.parent.name in stages()
     title = f"{path.parent.name[:2]} · {path.name}" if of_stage else script
+    if path.parent.name == DEMOS:
+        title = f"{script[:2]} · {path.name}"
     notebook = f", with [its notebook]({path.parent.name}.ipynb)" if of_stage else ""
     parts = [f"# {title}", "", f"[{script}]({path.name}){notebook}", ""]
     spans = section_spans(script)
