@@ -19,7 +19,7 @@ gradient = torch.full((int(sys.argv[1]),), 10.0 + 10 * rank)
 
 if rank == 0:
     dist.all_reduce(loss, group=group)  # the mistake
-    print(f"mean loss: {loss.item() / 2}", flush=True)
+    print(f"mean loss: {loss.item() / 2}\n", end="", flush=True)
 dist.all_reduce(gradient, group=group)
-print(f"rank {rank}: 10 + 20 = {gradient[0].item():.0f}", flush=True)
+print(f"rank {rank}: 10 + 20 = {gradient[0].item():.0f}\n", end="", flush=True)
 time.sleep(30)  # torchrun ends this rank when the other one has failed
