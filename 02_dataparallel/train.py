@@ -130,13 +130,13 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for all weights, instead of several for each
+        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     # [02] `model` is what is saved: the wrapper puts "module." before the names
     wrapped = nn.DataParallel(model) if gpus else model
-    log(f"DataParallel on {gpus} GPUs" if gpus > 1 else "DataParallel splits nothing")
+    log(f"DataParallel on {gpus} GPUs" if gpus > 1 else "one device: nothing to split")
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler

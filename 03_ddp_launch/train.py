@@ -163,7 +163,7 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for all weights, instead of several for each
+        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     if args.sync_bn:

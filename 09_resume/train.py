@@ -163,7 +163,7 @@ def make_loaders(args):
     # [07] every image exactly once: DistributedSampler would repeat some
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
-    # [08] otherwise evaluation takes more memory than training
+    # [08] otherwise evaluation can take more memory than training
     val_loader = DataLoader(val_set, batch_size=micro_batch_size, **options)
     return train_loader, val_loader
 
@@ -326,7 +326,7 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for all weights, instead of several for each
+        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     if args.sync_bn:

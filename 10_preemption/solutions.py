@@ -12,7 +12,7 @@ def last_step(received, steps):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def run_until_signalled(functions):
+def run_until_signaled(functions):
     received = []
     signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     count = 0

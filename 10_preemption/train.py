@@ -74,7 +74,7 @@ def parse_args():
         default=100,
         help="steps between checkpoints; there is also one after every epoch",
     )
-    # [10] what a crash costs is time, and a step does not always take the same
+    # [10] a crash costs time, and steps do not all take equally long
     parser.add_argument(
         "--checkpoint-minutes",
         type=positive_float,
@@ -173,7 +173,7 @@ def make_loaders(args):
     # [07] every image exactly once: DistributedSampler would repeat some
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
-    # [08] otherwise evaluation takes more memory than training
+    # [08] otherwise evaluation can take more memory than training
     val_loader = DataLoader(val_set, batch_size=micro_batch_size, **options)
     return train_loader, val_loader
 
@@ -220,11 +220,11 @@ def skip_step(step, loss, scaler):
 
 
 def cast_vote(args, ckpt, received_signals, group):
-    """Start to find, over all ranks, a signal to stop at and whether a save is due."""
+    """Start an all-reduce: is there a signal to stop at, and is a save due?"""
     minutes = ckpt.minutes_since_save()
     due = is_main_process() and minutes >= args.checkpoint_minutes
     vote = torch.tensor([max(received_signals, default=0), due])
-    # [10] looked at a step later: 0.4 ms per step on two CPU cores, instead of 1.1 when
+    # [10] read one step later: 0.4 ms per step on two CPU cores, instead of 1.1 when
     # waited for at once (benchmarks/vote_cost.py)
     work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=group, async_op=True)
     return work.get_future()
@@ -362,7 +362,7 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for all weights, instead of several for each
+        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     if args.sync_bn:
@@ -379,7 +379,7 @@ def run(args):
     if ckpt.step:
         log(f"resumed from step {ckpt.step}")
     received_signals = launch.catch_signals()
-    # [10] a group on the CPU: otherwise looking at a decision waits for the GPU
+    # [10] a group on the CPU: otherwise reading a decision waits for the GPU
     group = dist.new_group(backend="gloo", timeout=args.timeout)
     vote = partial(cast_vote, args, ckpt, received_signals, group)
     for epoch in range(ckpt.first_epoch(len(train_loader)), args.epochs + 1):

@@ -30,6 +30,7 @@ from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import stages
 from tools.stages import takes_processes
+from tools.stages import trains_on_text
 
 # The flags that define the work; every script gets them.
 WORK = (
@@ -61,7 +62,7 @@ def parse_args():
         data="fake", image_size=32, images=None, epochs=6, batch_size=None, workers=0
     )
     add = parser.add_argument
-    add("stages", nargs="*", metavar="STAGE", help="(default: all stages)")
+    add("stages", nargs="*", metavar="STAGE", help="(default: all that take images)")
     add(
         "--amp",
         choices=("off", "bf16", "fp16"),
@@ -97,10 +98,11 @@ def parse_args():
     )
     add("--show", type=existing_file, help="print the results in this file and exit")
     args = parser.parse_args()
-    args.stages = args.stages or stages()
+    known = [stage for stage in stages() if not trains_on_text(stage)]
+    args.stages = args.stages or known
     for stage in args.stages:
-        if stage not in stages():
-            names = " ".join(stages())
+        if stage not in known:
+            names = " ".join(known)
             parser.error(f"there is no stage {stage}; the stages are {names}")
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     args.processes = args.processes or gpus or 2
@@ -220,7 +222,7 @@ def train(args, stage, processes, batch_size, limits="bare"):
         counted = json.loads(file.read_text())
     rows = [json.loads(line) for line in lines][1:]
     seconds = [row["train"]["seconds"] for row in rows]
-    trained = rows[0]["train"]["images"]
+    trained = rows[0]["train"]["count"]
     limit = {name: between(taken) for name, taken in counted.pop("limit").items()}
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": `batch` includes `data`
     last_step = r"^epoch \d+ (\d+)/\1 +data (\S+) ms +batch (\S+) ms"

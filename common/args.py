@@ -110,7 +110,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argument parser that already holds the flags of every stage.
+    """An argument parser that already holds the flags of every stage, for images.
 
     A wrong flag is reported in one line, without the usage text, and ends the program
     with exit code 2. Abbreviations are off: a flag that a later stage adds must not
@@ -123,6 +123,90 @@ class ArgumentParser(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
+        self.add_data_arguments()
+        add = self.add_argument
+        add(
+            "--epochs",
+            type=positive_int,
+            default=5,
+            help="passes over the training set",
+        )
+        add(
+            "--batch-size",
+            type=positive_int,
+            default=60,
+            help="global batch size, that is, of all processes together",
+        )
+        add(
+            "--lr",
+            type=positive_float,
+            default=0.05,
+            help="peak learning rate, after a warm-up; it then falls to zero",
+        )
+        add(
+            "--weight-decay",
+            type=number(float, ge=0),
+            default=5e-4,
+            help="how strongly each step pulls the weights toward zero",
+        )
+        add(
+            "--workers",
+            type=number(int, ge=0),
+            help="worker processes of each DataLoader; 0 loads in the main process"
+            " (default: 0; for imagefolder on a GPU 1 to 8, by cores and processes)",
+        )
+        add(
+            "--seed",
+            type=number(int, ge=0, le=2**31),
+            default=0,
+            help="seed of the initial weights, and of the order and the augmentation of"
+            " the training set",
+        )
+        add(
+            "--device",
+            choices=("auto", "cpu", "cuda"),
+            default="auto",
+            help="'auto' is cuda if a GPU is visible, otherwise cpu",
+        )
+        add(
+            "--dtype",
+            type=dtype,
+            default="float32",
+            metavar="{float32,float64}",
+            help="type of the weights and of what is computed with them",
+        )
+        add(
+            "--tf32",
+            action="store_true",
+            help="let a GPU round the factors of float32 products to 10 bits: faster",
+        )
+        add(
+            "--deterministic",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="use only algorithms of cuDNN that give the same bits every time",
+        )
+        add(
+            "--timeout",
+            type=seconds,
+            default="300",
+            metavar="SECONDS",
+            help="how long a process waits for the others",
+        )
+        add(
+            "--out-dir",
+            type=writable_dir,
+            help="write metrics.jsonl, last.pt and best.pt here after every epoch",
+        )
+        add(
+            "--evaluate",
+            type=existing_file,
+            metavar="FILE",
+            help="load these weights, evaluate them, and do not train",
+        )
+
+    def add_data_arguments(self):
+        """Add the flags of the data set and of the model."""
         add = self.add_argument
         add(
             "--data",
@@ -165,90 +249,11 @@ class ArgumentParser(argparse.ArgumentParser):
             help="start from torchvision's pretrained weights, which are downloaded",
         )
         add(
-            "--epochs",
-            type=positive_int,
-            default=5,
-            help="passes over the training set",
-        )
-        add(
-            "--batch-size",
-            type=positive_int,
-            default=60,
-            help="global batch size, that is, of all processes together",
-        )
-        add(
-            "--lr",
-            type=positive_float,
-            default=0.05,
-            help="peak learning rate, after a warm-up; it then falls to zero",
-        )
-        add(
-            "--weight-decay",
-            type=number(float, ge=0),
-            default=5e-4,
-            help="factor of the L2 penalty on the weights",
-        )
-        add(
-            "--workers",
-            type=number(int, ge=0),
-            help="worker processes of each DataLoader; 0 loads in the main process"
-            " (default: 0; for imagefolder on a GPU 1 to 8, by cores and processes)",
-        )
-        add(
-            "--seed",
-            type=number(int, ge=0, le=2**31),
-            default=0,
-            help="seed of the initial weights, the order of the images and their"
-            " augmentation",
-        )
-        add(
-            "--device",
-            choices=("auto", "cpu", "cuda"),
-            default="auto",
-            help="'auto' is cuda if a GPU is visible, otherwise cpu",
-        )
-        add(
-            "--dtype",
-            type=dtype,
-            default="float32",
-            metavar="{float32,float64}",
-            help="type of the weights and of the images",
-        )
-        add(
             "--memory-format",
             type=memory_format,
             default="channels_last",
             metavar="{channels_last,contiguous}",
             help="order of images and features in memory",
-        )
-        add(
-            "--tf32",
-            action="store_true",
-            help="let a GPU round the factors of float32 products to 10 bits: faster",
-        )
-        add(
-            "--deterministic",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="use only algorithms of cuDNN that give the same bits every time",
-        )
-        add(
-            "--timeout",
-            type=seconds,
-            default="300",
-            metavar="SECONDS",
-            help="how long a process waits for the others",
-        )
-        add(
-            "--out-dir",
-            type=writable_dir,
-            help="write metrics.jsonl, last.pt and best.pt here after every epoch",
-        )
-        add(
-            "--evaluate",
-            type=existing_file,
-            metavar="FILE",
-            help="load these weights, evaluate them, and do not train",
         )
 
     def error(self, message):
@@ -262,6 +267,11 @@ class ArgumentParser(argparse.ArgumentParser):
         if args.device == "auto":
             args.device = "cuda" if torch.cuda.is_available() else "cpu"
         args.device = torch.device(args.device)
+        self.check_data_arguments(args)
+        return args
+
+    def check_data_arguments(self, args):
+        """Check what `add_data_arguments` added, once all flags are parsed."""
         archs = torchvision.models.list_models(module=torchvision.models)
         if args.arch not in ("small", *archs):
             self.error(
@@ -278,4 +288,47 @@ class ArgumentParser(argparse.ArgumentParser):
                 f"--data-dir {args.data_dir}: no such directory; name the one that"
                 f" holds {args.data}, or add --download"
             )
-        return args
+
+
+class TextArgumentParser(ArgumentParser):
+    """The same for a language model: its flags of the data and of the model differ."""
+
+    def add_data_arguments(self):
+        add = self.add_argument
+        add(
+            "--text-file",
+            type=existing_file,
+            metavar="FILE",
+            help="train on the bytes of this file, and validate on its last tenth"
+            " (default: common/text.txt)",
+        )
+        add(
+            "--context-length",
+            type=positive_int,
+            default=32,
+            help="bytes in a window of the text, as far as the model can look back",
+        )
+        add(
+            "--width",
+            type=positive_int,
+            default=64,
+            help="size of the vector that the model keeps for each byte",
+        )
+        add(
+            "--depth",
+            type=positive_int,
+            default=2,
+            help="number of transformer blocks",
+        )
+        add(
+            "--heads",
+            type=positive_int,
+            default=4,
+            help="attention heads in each block; they share --width equally",
+        )
+
+    def check_data_arguments(self, args):
+        if args.width % args.heads:
+            self.error(
+                f"--width {args.width} must be divisible by --heads ({args.heads})"
+            )

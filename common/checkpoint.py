@@ -82,7 +82,8 @@ def load_weights(model, path):
                 " with 'module.'"
             )
         fail(
-            f"--evaluate: {path} holds another model's weights; check --arch and --data"
+            f"--evaluate: {path} holds another model's weights; use the flags with"
+            " which they were trained"
         )
 
 

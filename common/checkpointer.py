@@ -3,6 +3,7 @@
 import sys
 import time
 import zipfile
+from contextlib import suppress
 
 import torch
 
@@ -23,12 +24,13 @@ HARMLESS_FLAGS = {
     "grad_accum_steps",
     "keep_checkpoints",
     "out_dir",
+    "sample",
     "save_logits",
     "timeout",
     "workers",
 }
 PARTS = ("model", "optimizer", "scheduler", "scaler")
-KEYS = {*PARTS, "step", "sums", "flags", "num_images", "torch_version"}
+KEYS = {*PARTS, "step", "sums", "flags", "num_samples", "torch_version"}
 
 
 def read(path):
@@ -72,13 +74,14 @@ class Checkpointer:
             if name not in HARMLESS_FLAGS
         }
         self.circumstances = {
-            "num_images": len(loader.dataset),
+            "num_samples": len(loader.dataset),
             "torch_version": str(torch.__version__),
         }
         parts = (model, optimizer, scheduler, scaler)
         self.parts = dict(zip(PARTS, parts, strict=True))
         self.step = 0
         self.sums = None
+        self.latest = None  # in the process that has looked for it
         self.last_save = time.monotonic()
 
     def paths(self):
@@ -104,6 +107,7 @@ class Checkpointer:
                 if state[name] != ours:
                     was = f"{path} was written with {name} {state[name]}, not {ours}"
                     sys.stderr.write(f"warning: {was}\n")
+            self.latest = path
             return path
         return next(iter(self.paths()), None)
 
@@ -131,13 +135,21 @@ class Checkpointer:
         return state
 
     def restore(self, state):
-        """Load what `load` returned into the model and the rest; None is ignored."""
+        """Load what `load` returned into the model and the rest; None is ignored.
+
+        The process that has called `find_latest` also removes what `save` would.
+        """
         if state is None:
             return
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.step = state["step"]
         self.sums = state["sums"].to(self.device)
+        if self.latest is not None:
+            # What a kill between a save and its pruning left; the run may be over, and
+            # save nothing more.
+            with suppress(OSError):
+                self.prune(self.latest)
 
     def first_epoch(self, steps_per_epoch):
         """Return the epoch to begin with. All of its steps may be done already."""

@@ -1,10 +1,12 @@
-"""The data sets: torchvision's, and random images for benchmarks.
+"""The data sets: torchvision's, random images for benchmarks, and text.
 
 Images are uint8 until they are on the device, where `normalize` makes floats of them.
+A text is a sequence of bytes; a sample is a window of it.
 
 A training set has an attribute `epoch`, which the training loop sets. The random crop
 and flip of an image depend on the seed, the epoch and the image's index, and on nothing
-else. So they are the same on any number of processes and of DataLoader workers.
+else; where a text is cut into windows depends on the seed and the epoch. So both are
+the same on any number of processes and of DataLoader workers.
 """
 
 import functools
@@ -91,7 +93,7 @@ class SharedEpoch:
 
     @property
     def epoch(self):
-        return int(self.shared)
+        return int(self.shared.numpy())  # int(tensor) would count as a wait
 
     @epoch.setter
     def epoch(self, value):
@@ -170,6 +172,79 @@ class ImagesInFolder(SharedEpoch, datasets.ImageFolder):
     def __getitem__(self, index):
         with seeded(self.seed, self.epoch, index):
             return super().__getitem__(index)
+
+
+class TextInMemory(SharedEpoch, Dataset):
+    """A text, cut into windows; a language model predicts each window's next bytes.
+
+    text: uint8 [N]; context_length: T, the length of a window; recut: cut every epoch
+    at other places, as fits a training set. Then the first window begins at one of the
+    first T bytes, at a different one in each of T epochs, so that a byte is not always
+    predicted from the same part of what is before it. In an epoch, no byte is in the
+    inputs twice, and none is a target twice. A rest that is too short is left out.
+
+    classes: the number of tokens; each of a byte's 256 values is one.
+    """
+
+    classes = 256
+
+    def __init__(self, text, context_length, recut=False, seed=0):
+        super().__init__()
+        self.text = text
+        self.context_length = context_length
+        # NumPy does not change what this generator draws.
+        places = np.random.RandomState(seed).permutation(context_length)
+        self.places = places if recut else places[:0]
+
+    def __len__(self):
+        # As many in every epoch, wherever its first window begins.
+        most = max(len(self.places) - 1, 0)
+        return max(len(self.text) - 1 - most, 0) // self.context_length
+
+    def first(self):
+        """Return where the first window of this epoch begins."""
+        if len(self.places) == 0:
+            return 0
+        return int(self.places[self.epoch % len(self.places)])
+
+    def __getitem__(self, index):
+        tokens, target = self.__getitems__([index])
+        return tokens[0], target[0]
+
+    def __getitems__(self, indices):
+        """Return a batch: tokens, and the token after each, both int64 [B, T]."""
+        starts = self.first() + torch.as_tensor(indices) * self.context_length
+        positions = starts[:, None] + torch.arange(self.context_length + 1)
+        windows = self.text[positions].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load_text(args):
+    """Return the training set, of nine tenths of --text-file, and the validation set.
+
+    Without --text-file it is common/text.txt, which is taken from this tutorial. Any
+    file will do: its bytes are the tokens. One that cannot be read, or that is too
+    short for a global batch or for a window to validate on, ends the program with one
+    line.
+    """
+    path = args.text_file or Path(__file__).with_name("text.txt")
+    try:
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        fail(f"--text-file {path}: {error.strerror}")
+    text = torch.from_numpy(content)
+    end = len(text) * 9 // 10
+    train_set = TextInMemory(text[:end], args.context_length, True, args.seed)
+    val_set = TextInMemory(text[end:], args.context_length)
+    windows = f"windows of --context-length {args.context_length}"
+    if len(val_set) == 0:
+        fail(f"--text-file {path}: {len(text)} bytes are too few for {windows}")
+    if len(train_set) < args.batch_size:
+        fail(
+            f"--batch-size {args.batch_size}: the training part of --text-file {path}"
+            f" has only {len(train_set)} {windows}"
+        )
+    return train_set, val_set
 
 
 def digits():

@@ -17,12 +17,14 @@ def collate(batch):
 def num_workers(args):
     """Return --workers, or as many as the data set needs to keep a GPU busy.
 
-    One core gathers images in memory faster than a GPU trains on them. Files are
-    decoded by all cores that this process can have, up to 8, except one.
+    One core gathers images or text in memory faster than a GPU trains on them. Files
+    are decoded by all cores that this process can have, up to 8, except one.
     """
     if args.workers is not None:
         return args.workers
-    if args.data != "imagefolder" or args.device.type == "cpu":
+    # A text has no --data.
+    in_files = getattr(args, "data", "") == "imagefolder"
+    if not in_files or args.device.type == "cpu":
         return 0
     if hasattr(os, "sched_getaffinity"):  # on Linux: what Slurm leaves to this process
         cores = len(os.sched_getaffinity(0))

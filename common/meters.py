@@ -9,9 +9,10 @@ from tqdm import tqdm
 
 
 def num_correct(output, target, topk=(1,)):
-    """Count the images whose class is among the k largest logits.
+    """Count the targets that are among the k largest logits.
 
-    output: logits [B, classes]; target: int64 [B]; topk: the values of k. Returns an
+    output: logits [B, classes]; target: int64 [B], a class per image; topk: the values
+    of k. With a token per position instead: [B, classes, T] and [B, T]. Returns an
     int64 tensor [len(topk)] on the same device. Does not wait for the device.
     """
     best = output.topk(min(max(topk), output.size(1)), dim=1).indices
@@ -24,15 +25,15 @@ def accuracy(output, target, topk=(1,)):
 
     Over several batches, add up what `num_correct` counts and divide once.
     """
-    return num_correct(output, target, topk) * 100.0 / len(target)
+    return num_correct(output, target, topk) * 100.0 / target.numel()
 
 
 class Meter:
     """Loss and accuracy over many batches: sums and counts, divided once at the end.
 
-    `sums` is float64 [4] on the device: loss, correct@1, correct@5, images. It is a
-    plain tensor, so the sums of several processes can be added. Updating it does not
-    wait for the device.
+    `sums` is float64 [4] on the device: loss, correct@1, correct@5, and the count of
+    targets, which is one per image, or one per token. It is a plain tensor, so the sums
+    of several processes can be added. Updating it does not wait for the device.
     """
 
     def __init__(self, device):
@@ -40,20 +41,20 @@ class Meter:
         self.start = time.perf_counter()
 
     def update(self, loss, output, target):
-        """Add a batch: its mean loss, a scalar; logits [B, classes]; target [B]."""
-        self.sums[0] += loss.detach() * len(target)
+        """Add a batch: its mean loss, a scalar; its logits and target, as above."""
+        self.sums[0] += loss.detach() * target.numel()
         self.sums[1:3] += num_correct(output.detach(), target, topk=(1, 5))
-        self.sums[3] += len(target)
+        self.sums[3] += target.numel()
 
     def compute(self):
-        """Return a dict: mean loss, acc@1 and acc@5 in percent, images, seconds."""
-        loss, top1, top5, images = self.sums.tolist()  # waits for the device
-        count = images or math.nan  # the average of no images is not a number
+        """Return a dict: mean loss, acc@1 and acc@5 in percent, count, seconds."""
+        loss, top1, top5, count = self.sums.tolist()  # waits for the device
+        divisor = count or math.nan  # the average of no targets is not a number
         return {
-            "loss": loss / count,
-            "acc1": 100 * top1 / count,
-            "acc5": 100 * top5 / count,
-            "images": int(images),
+            "loss": loss / divisor,
+            "acc1": 100 * top1 / divisor,
+            "acc5": 100 * top5 / divisor,
+            "count": int(count),
             "seconds": time.perf_counter() - self.start,
         }
 

@@ -115,7 +115,7 @@ def star_and_ring():
     text = "by each rank of a ring:\n2(n − 1)/n"
     curves.text(8, 2.6, text, color="tab:green", size=9)
     curves.set(title="copies of the gradients sent", xlabel="processes n")
-    curves.set(xlim=(2, 16), ylim=(0, 16))
+    curves.set(xlim=(2, 16), ylim=(0, 16), xticks=(2, 4, 8, 16), yticks=(0, 2, 8, 16))
     curves.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
     plt.show()

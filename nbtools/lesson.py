@@ -1,4 +1,4 @@
-"""What the notebooks use: launch a stage, show a diff, compare weights, draw curves."""
+"""What the notebooks use: run a command, show a diff, compare weights."""
 
 import difflib
 import os
@@ -11,11 +11,9 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import psutil
 
 from common.checkpoint import load
-from common.checkpoint import read_metrics
 from nbtools.sections import ROOT
 from nbtools.sections import sections
 
@@ -165,18 +163,3 @@ def check(exercise):
         print(f"Not solved yet: {reason}")
     else:
         print("Solved.")
-
-
-def draw_curves(runs):
-    """Plot the training loss and validation accuracy of {label: its --out-dir}."""
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
-    for (label, folder), marker in zip(runs.items(), "o+x^sv*", strict=False):
-        rows = read_metrics(folder)
-        epochs = [row["epoch"] for row in rows]
-        style = {"marker": marker, "markersize": 9, "fillstyle": "none", "label": label}
-        left.plot(epochs, [row["train"]["loss"] for row in rows], **style)
-        right.plot(epochs, [row["val"]["acc1"] for row in rows], **style)
-    left.set(xlabel="epoch", title="training loss")
-    right.set(xlabel="epoch", title="validation accuracy, %")
-    left.legend()
-    plt.show()

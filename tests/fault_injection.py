@@ -103,10 +103,10 @@ def at_forward_pass(number, rank, register, change):
     register(hook)
 
 
-def nan_images(step, rank=1):
-    """Have a rank get images of nan in a step of this run: its loss is nan."""
-    register = torch.nn.modules.module.register_module_forward_pre_hook
-    at_forward_pass(step, rank, register, lambda images: (images[0] * torch.nan,))
+def nan_logits(step, rank=1):
+    """Have a rank's logits be nan in a step of this run, and so its loss."""
+    register = torch.nn.modules.module.register_module_forward_hook
+    at_forward_pass(step, rank, register, lambda _, output: output * torch.nan)
 
 
 def infinite_gradient(step, rank=1):
@@ -125,7 +125,8 @@ def weights_kept(step, folder):
 
     def save(optimizer, *_):
         if next(count) == step:
-            weights = [each.detach() for each in optimizer.param_groups[0]["params"]]
+            groups = [group["params"] for group in optimizer.param_groups]
+            weights = [each.detach() for group in groups for each in group]
             torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
 
     register_optimizer_step_post_hook(save)

@@ -9,6 +9,7 @@ been started by a launcher. A fork proves what a script does. What a launcher do
 command line, its signals, its exit code, a process that is still importing torch) is
 proved by a real launch, and only that.
 
+    little_work         flags with which an epoch takes a second or two
     run, started        a command: to its end, or as a context in which it runs
     fork, fork_ranks    a script, or all ranks of a stage, in forks of the server
     train, train_in_forks   a stage, from a copy and by its command, or in forks
@@ -16,6 +17,7 @@ proved by a real launch, and only that.
     wait_until, kill, assert_gone   waiting, ending, and what is left afterwards
 """
 
+import collections
 import contextlib
 import functools
 import importlib.util
@@ -44,6 +46,7 @@ from tools.stages import command
 from tools.stages import launcher
 from tools.stages import stages
 from tools.stages import takes_processes
+from tools.stages import trains_on_text
 
 LAUNCHED = [stage for stage in stages() if takes_processes(stage)]
 LAUNCHERS = ["03_ddp_launch", "04_ddp_spawn"]  # the first stages of torchrun and spawn
@@ -81,6 +84,41 @@ def missing_for_slurm():
     return ""
 
 
+# ---- a stage's flags -----------------------------------------------------------------
+# flags: of the data; train, val: targets in an epoch and in the validation set; logits:
+# the shape of the whole validation set's.
+Work = collections.namedtuple("Work", "flags train val logits")
+WINDOW = 8
+
+
+@functools.cache
+def texts():
+    """Return the folder of the texts that `little_work` writes."""
+    return tempfile.TemporaryDirectory()
+
+
+def little_work(stage, samples=1500):
+    """Return the Work of a stage with so many training samples of a few values each.
+
+    With 1,500, an epoch has 25 steps. Images are then the digits, and random ones with
+    another number; a text is the beginning of common/text.txt.
+    """
+    if trains_on_text(stage):
+        training = WINDOW * (samples + 1)  # so many fit, wherever the first one begins
+        size = -(-10 * training // 9)  # of which nine tenths are for training
+        windows = (size - training - 1) // WINDOW
+        path = Path(texts().name, f"{samples}.txt")
+        path.write_bytes((ROOT / "common/text.txt").read_bytes()[:size])
+        flags = ("--text-file", str(path), "--context-length", str(WINDOW))
+        shape = (windows, 256, WINDOW)
+        return Work(flags, WINDOW * samples, WINDOW * windows, shape)
+    if samples == 1500:
+        return Work((), samples, 297, (297, 10))
+    flags = ("--data", "fake", "--image-size", "8", "--images", str(samples))
+    images = max(1, samples // 5)
+    return Work(flags, samples, images, (images, 10))
+
+
 # ---- stages as modules and as copies -------------------------------------------------
 def load_stage(stage):
     """Return a stage's script as a module, without running it."""
@@ -92,11 +130,17 @@ def load_stage(stage):
 
 
 def load_stage_for_vectors(stage):
-    """Return a stage's script as a module that takes float vectors for images."""
+    """Return a stage's script as a module that takes float vectors for samples."""
     module = load_stage(stage)
     module.data = types.SimpleNamespace(**vars(data))
     module.data.normalize = lambda args, vectors: vectors.to(args.dtype)
     return module
+
+
+def give_sets(module, train_set, val_set):
+    """Have a stage's script, loaded as a module, get these sets instead of its data."""
+    module.data = types.SimpleNamespace(**vars(module.data))
+    module.data.load_data = module.data.load_text = lambda _: (train_set, val_set)
 
 
 class FakeLoader(list):

@@ -88,8 +88,8 @@ class Run:
         """Look at the last checkpoint and the metrics of this run, which has ended."""
         state = checkpointer.read(self.paths()[0])
         assert state["step"] == state["scheduler"]["last_epoch"] == steps, what
-        images = rows(self.out_dir)[-1]["train"]["images"]
-        assert state["sums"][:, 3].sum() == images, what
+        targets = rows(self.out_dir)[-1]["train"]["count"]
+        assert state["sums"][:, 3].sum() == targets, what
 
 
 def step_of(path):

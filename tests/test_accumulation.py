@@ -14,16 +14,19 @@ from tests.conftest import swept_unless
 from tests.harness import assert_one_error_line
 from tests.harness import counts
 from tests.harness import fork_ranks
+from tests.harness import give_sets
+from tests.harness import little_work
 from tests.harness import load_stage
 from tests.harness import load_stage_for_vectors
 from tests.harness import train_in_forks
+from tools.stages import reference
 from tools.stages import stages
 
 ACCUMULATING = stages()[7:]
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
-SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")  # 5 steps an epoch
+SAMPLES = 300  # 5 steps an epoch
 # Processes and micro-batches, which need not divide the local batch. In the second and
-# the last pair a micro-batch is one image.
+# the last pair a micro-batch is one sample.
 PAIRS = [(1, 7), (1, 60), (2, 4), (1, 1), (1, 2), (2, 3), (3, 3), (4, 4), (2, 30)]
 FIRST = ACCUMULATING[0]
 
@@ -41,26 +44,31 @@ def test_any_number_of_micro_batches_equals_the_whole_batch(
 ):
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
-    whole = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
-    flags = (*DOUBLE, *SMALL, "--grad-accum-steps", str(micro_batches))
+    work = little_work(stage, SAMPLES)
+    flags = (*DOUBLE, *work.flags)
+    whole = trained(reference(stage), 1, *flags, how=train_in_forks)
+    flags = (*flags, "--grad-accum-steps", str(micro_batches))
     done = trained(stage, processes, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
     assert len(done.rows) == 2
     for one, other in zip(done.rows, whole.rows, strict=True):
-        for part, images in (("train", 300), ("val", 60)):
-            assert one[part]["images"] == images
+        for part, targets in (("train", work.train), ("val", work.val)):
+            assert one[part]["count"] == targets
             assert one[part]["loss"] == pytest.approx(other[part]["loss"], abs=1e-10)
             assert one[part]["acc1"] == other[part]["acc1"]
 
 
 @pytest.mark.parametrize("stage", [swept_unless(s == FIRST, s) for s in ACCUMULATING])
 def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
-    clip = (*DOUBLE, *SMALL, "--clip-grad", "0.5")
-    whole = trained("07_distributed_eval", 1, *clip, how=train_in_forks)
+    plain = (*DOUBLE, *little_work(stage, SAMPLES).flags)
+    clip = (*plain, "--clip-grad", "0.1")
+    # Where the reference has no --clip-grad, the last stage that does not accumulate.
+    unsplit = max(reference(stage), "07_distributed_eval")
+    whole = trained(unsplit, 1, *clip, how=train_in_forks)
     flags = (*clip, "--grad-accum-steps", "4")
     done = trained(stage, several, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
-    free = trained("01_single_gpu", 1, *DOUBLE, *SMALL, how=train_in_forks)
+    free = trained(reference(stage), 1, *plain, how=train_in_forks)
     assert max_abs_diff(done.weights, free.weights) > 1e-3
 
 
@@ -148,7 +156,7 @@ def test_gradient_loss_and_metrics_are_those_of_the_whole_batch(stage, micro_bat
     meter = meters.Meter("cpu")
     meter.update(whole, output, target)
     expected = meter.compute()
-    for name in ("loss", "acc1", "acc5", "images"):
+    for name in ("loss", "acc1", "acc5", "count"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-12)
 
 
@@ -188,11 +196,10 @@ class Rows(torch.utils.data.Dataset):
 )
 @pytest.mark.parametrize("stage", ACCUMULATING)
 def test_evaluation_takes_no_larger_batches_than_training(
-    stage, batch_size, micro_batches, monkeypatch
+    stage, batch_size, micro_batches
 ):
     module = load_stage(stage)
-    sets = (Rows(batch_size * 3), Rows(batch_size * 2 + 1))
-    monkeypatch.setattr(module.data, "load_data", lambda _: sets)
+    give_sets(module, Rows(batch_size * 3), Rows(batch_size * 2 + 1))
     args = types.SimpleNamespace(
         batch_size=batch_size,
         grad_accum_steps=micro_batches,
@@ -220,7 +227,7 @@ def test_evaluation_takes_no_larger_batches_than_training(
         swept_unless(stage == FIRST, stage, *case)
         for stage in ACCUMULATING
         for case in [
-            ("31", "--grad-accum-steps: a local batch has only 30 images"),
+            ("31", "--grad-accum-steps: a local batch has only 30 "),
             ("0", "--grad-accum-steps: '0' is not an integer, 1 or more"),
             ("1.5", "--grad-accum-steps: '1.5' is not an integer"),
         ]

@@ -14,22 +14,24 @@ from common import checkpointer
 from nbtools.lesson import max_abs_diff
 from tests.conftest import swept_unless
 from tests.fault_injection import infinite_gradient
-from tests.fault_injection import nan_images
+from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
 from tests.harness import FakeLoader
 from tests.harness import assert_one_error_line
 from tests.harness import call_all
 from tests.harness import fork
 from tests.harness import fork_ranks
+from tests.harness import little_work
 from tests.harness import load_stage_for_vectors
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
+from tools.stages import trains_on_text
 
 WITH_AMP = stages()[4:]
 ACCUMULATING = stages()[7:]
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
-SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")
+SAMPLES = 300  # 5 steps an epoch
 
 
 @pytest.mark.parametrize(
@@ -46,10 +48,13 @@ SMALL = ("--data", "fake", "--image-size", "8", "--images", "300")
     ],
 )
 def test_it_learns_in_mixed_precision(trained, several, stage, amp, flags):
-    flags = ("--epochs", "1", *flags)
+    flags = ("--epochs", "1", *little_work(stage).flags, *flags)
     done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks)
     (row,) = done.rows
-    assert row["val"]["acc1"] >= 90
+    if trains_on_text(stage):  # without training every byte is as likely: log(256)
+        assert row["val"]["loss"] < 0.75 * math.log(256)
+    else:
+        assert row["val"]["acc1"] >= 90
     full = trained(stage, several, *flags, how=train_in_forks).rows[0]["train"]["loss"]
     assert row["train"]["loss"] != full
     assert row["train"]["loss"] == pytest.approx(full, rel=0.02)
@@ -58,7 +63,7 @@ def test_it_learns_in_mixed_precision(trained, several, stage, amp, flags):
 
 
 def test_clipping_is_the_same_on_any_number_of_processes(trained, several):
-    flags = (*DOUBLE, *SMALL)
+    flags = (*DOUBLE, *little_work("05_amp", SAMPLES).flags)
     clipped = [
         trained("05_amp", n, *flags, "--clip-grad", "0.5", how=train_in_forks)
         for n in sorted({1, several})
@@ -171,7 +176,7 @@ def test_after_skipped_steps_training_continues(take, capsys):
     assert 5 < len(skipped) < 40
     assert done.steps == 40 - len(skipped)
     assert done.scale == 2.0 ** (30 - len(skipped))
-    assert done.metrics["images"] == 40 * 6 and math.isfinite(done.metrics["loss"])
+    assert done.metrics["count"] == 40 * 6 and math.isfinite(done.metrics["loss"])
 
 
 def test_a_skipped_step_leaves_weights_momentum_schedule_and_statistics_sane(take):
@@ -229,7 +234,8 @@ def is_default(stage):
 def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_path):
     """Step 7 is the second of epoch 2."""
     out = tmp_path / "out"
-    flags = [*SMALL, "--amp", "fp16", "--epochs", "2", "--device", device]
+    work = little_work(stage, SAMPLES)
+    flags = [*work.flags, "--amp", "fp16", "--epochs", "2", "--device", device]
     flags += ["--out-dir", out]
     if int(stage[:2]) >= 9:
         flags += ["--checkpoint-dir", tmp_path / "checkpoints"]
@@ -245,9 +251,12 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
     assert done[0].stdout.count("skipped") == done[0].stdout.count(text) == 1
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, first, torch.load(out / "last.pt").values()))
+    last = torch.load(out / "last.pt").values()  # in another order than the optimizer's
+    assert sorted(map(torch.Tensor.tolist, first), key=str) == sorted(
+        map(torch.Tensor.tolist, last), key=str
+    )
     rows = checkpoint.read_metrics(out)
-    assert [row["train"]["images"] for row in rows] == [300, 300]
+    assert [row["train"]["count"] for row in rows] == [work.train] * 2
     assert all(math.isfinite(row["train"]["loss"]) for row in rows)
     if int(stage[:2]) >= 9:
         state = checkpointer.read(tmp_path / "checkpoints/step-000000010.pt")
@@ -256,7 +265,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
 
 
 @pytest.mark.fault(
-    stages="05 to 10",
+    stages="05 to 11",
     what="the loss is not finite, on one rank or on all, or a gradient overflows and"
     " there is no loss scale to lower",
     sees="`FloatingPointError: rank 1, step ...: gradient not finite, loss nan`; exit"
@@ -271,7 +280,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
 ):
     """With fp16 the other rank's loss is finite, and it would go on if it could."""
     flags = ["--amp", "fp16", "--device", device, "--out-dir", tmp_path / "out"]
-    prepare = functools.partial(nan_images, 7)
+    flags += little_work(stage).flags
+    prepare = functools.partial(nan_logits, 7)
     options = {"prepare": prepare, "seconds": fault.seconds}
     done = [end() for end in fork_ranks(stage, two, flags, tmp_path, **options)]
     assert [one.returncode for one in done] == [1] * len(done), done

@@ -17,7 +17,9 @@ from tests.harness import run
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
+from tools.stages import reference
 from tools.stages import stages
+from tools.stages import trains_on_text
 
 STAGES = stages()
 BY_TORCHRUN = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
@@ -25,13 +27,23 @@ BY_TORCHRUN = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
 WRONG = {
     "no epochs": (["--epochs", "0"], "--epochs: '0' is not an integer, 1 or more"),
     "a negative batch": (["--batch-size", "-60"], "--batch-size: '-60'"),
-    "half an image": (["--batch-size", "1.5"], "--batch-size: '1.5'"),
-    "a batch larger than the set": (["--batch-size", "6000"], "--batch-size 6000: "),
+    "half a sample": (["--batch-size", "1.5"], "--batch-size: '1.5'"),
+    "a batch larger than the set": (["--batch-size", "60000"], "--batch-size 60000: "),
     "a learning rate of nan": (["--lr", "nan"], "--lr: 'nan' is not a number"),
     "an infinite timeout": (["--timeout", "inf"], "--timeout: "),
     "a negative seed": (["--seed", "-1"], "--seed: "),
     "an unknown flag": (["--learning-rate", "1"], "--learning-rate"),
     "an abbreviated flag": (["--epoch", "1"], "--epoch"),
+    "no file of weights": (["--evaluate", "{tmp}/none.pt"], "--evaluate: "),
+    "a truncated file": (["--evaluate", "{tmp}/half.pt"], "--evaluate: "),
+    "a text file": (["--evaluate", "{tmp}/text.pt"], "--evaluate: "),
+    "another model's weights": (
+        ["--evaluate", "{tmp}/other.pt"],
+        "other.pt holds another model's weights",
+    ),
+    "a file, not a directory": (["--out-dir", "{tmp}/text.pt"], "--out-dir: "),
+}
+WRONG_WITH_IMAGES = {
     "an unknown data set": (["--data", "mnist"], "--data: "),
     "an unknown model": (["--arch", "resnet19"], "--arch resnet19: neither 'small'"),
     "a model for larger images": (["--arch", "vgg11"], "--arch vgg11: cannot take"),
@@ -48,14 +60,30 @@ WRONG = {
         ["--data", "imagefolder", "--data-dir", "{tmp}"],
         "--data-dir ",
     ),
-    "no file of weights": (["--evaluate", "{tmp}/none.pt"], "--evaluate: "),
-    "a truncated file": (["--evaluate", "{tmp}/half.pt"], "--evaluate: "),
-    "a text file": (["--evaluate", "{tmp}/text.pt"], "--evaluate: "),
-    "another model's weights": (
-        ["--evaluate", "{tmp}/other.pt"],
-        "other.pt holds another model's weights",
+}
+WRONG_WITH_TEXT = {
+    "no text": (["--text-file", "{tmp}/none.txt"], "--text-file: there is no file"),
+    "a directory, not a text": (["--text-file", "{tmp}"], "--text-file: "),
+    "an empty text": (["--text-file", "{tmp}/empty.txt"], "--text-file {tmp}/empty."),
+    "a text without a window to validate on": (
+        ["--text-file", "{tmp}/short.txt", "--batch-size", "1"],
+        "--text-file {tmp}/short.txt: 300 bytes are too few for windows of",
     ),
-    "a file, not a directory": (["--out-dir", "{tmp}/text.pt"], "--out-dir: "),
+    "a text shorter than a batch": (
+        ["--text-file", "{tmp}/short.txt", "--context-length", "16"],
+        "--batch-size 60: the training part of --text-file {tmp}/short.txt has only 15 "
+        "windows of --context-length 16",
+    ),
+    "no context": (["--context-length", "0"], "--context-length: '0' is not"),
+    "half a head": (["--heads", "1.5"], "--heads: '1.5' is not an integer"),
+    "no width": (["--width", "0"], "--width: '0' is not"),
+    "no block": (["--depth", "0"], "--depth: '0' is not"),
+    "heads that do not divide the width": (
+        ["--width", "64", "--heads", "5"],
+        "--width 64 must be divisible by --heads (5)",
+    ),
+    "less than no sample": (["--sample", "-1"], "--sample: '-1' is not"),
+    "a flag for images": (["--data", "digits"], "--data digits"),
 }
 # What is seen by the parser, by the data, by the model, and by a launched run.
 KINDS = ("no epochs", "a directory without the data", "a truncated file")
@@ -68,11 +96,24 @@ def files(tmp_path_factory):
     torch.save({"weight": torch.zeros(1000)}, folder / "other.pt")
     (folder / "half.pt").write_bytes((folder / "other.pt").read_bytes()[:2000])
     (folder / "text.pt").write_text("not a file of weights")
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_bytes(b"0123456789" * 30)
     return folder
 
 
+def wrong(stage):
+    """Return what can be wrong in a stage's flags, and what the line must say."""
+    return WRONG | (WRONG_WITH_TEXT if trains_on_text(stage) else WRONG_WITH_IMAGES)
+
+
+def is_default(stage, what):
+    """Return whether a case runs without --all: what is new in a stage, and KINDS."""
+    new_here = stage == reference(stage) and (what not in WRONG or stage == STAGES[0])
+    return new_here or what in KINDS
+
+
 @pytest.mark.fault(
-    stages="01 to 10",
+    stages="01 to 11",
     what="a flag is wrong, or a file or directory is missing, truncated or of the wrong"
     " kind",
     sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under"
@@ -82,12 +123,12 @@ def files(tmp_path_factory):
 )
 @pytest.mark.parametrize(
     "stage, what",
-    [swept_unless(s == STAGES[0] or w in KINDS, s, w) for s in STAGES for w in WRONG],
+    [swept_unless(is_default(s, w), s, w) for s in STAGES for w in wrong(s)],
 )
 def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
     """In a single process, to which a launched stage's variables are given."""
-    flags, named = WRONG[what]
-    flags = [flag.format(tmp=files) for flag in flags]
+    flags, named = wrong(stage)[what]
+    flags, named = [flag.format(tmp=files) for flag in flags], named.format(tmp=files)
     if "--out-dir" not in flags:
         flags += ["--out-dir", tmp_path / "out"]
     before = sorted(files.rglob("*"))
@@ -120,7 +161,7 @@ VARIABLES = [
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 10",
+    stages="03, 06 to 11",
     what="a launcher's variables are missing or contradict each other; a stage is"
     " started with python instead of its launcher",
     sees="one line, `train.py: error: ...`, that names the variable and, if it is"
@@ -148,7 +189,7 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 10",
+    stages="03, 06 to 11",
     what="another program listens on the port that a launcher chose",
     sees="`check MASTER_ADDR and MASTER_PORT: ... in use`; exit code 2",
     seconds=20,

@@ -1,5 +1,6 @@
 """The stages form a chain: each script is a small patch on the one before it."""
 
+import argparse
 import ast
 import difflib
 import re
@@ -15,6 +16,7 @@ from tools.stages import changed_lines
 from tools.stages import launcher
 from tools.stages import shown_commands
 from tools.stages import stages
+from tools.stages import trains_on_text
 
 STAGES = stages()
 STEPS = list(zip(STAGES, STAGES[1:], strict=False))
@@ -184,11 +186,29 @@ def comments_of(lines):
     return found
 
 
+def data_flags(parser_class):
+    """Return the flags of the data and the model: they go when other data come."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser_class.add_data_arguments(parser)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
 @pytest.mark.parametrize("before, after", STEPS)
 def test_a_stage_has_the_flags_of_the_one_before(before, after, monkeypatch):
     old = flags_of(before, monkeypatch) - OWN_FLAGS
-    assert len(old) >= 17
-    assert old <= flags_of(after, monkeypatch)
+    new = flags_of(after, monkeypatch)
+    kinds = [
+        common_args.TextArgumentParser
+        if trains_on_text(stage)
+        else common_args.ArgumentParser
+        for stage in (before, after)
+    ]
+    assert data_flags(kinds[1]) <= new
+    if kinds[0] != kinds[1]:
+        assert new.isdisjoint(data_flags(kinds[0]))
+        old -= data_flags(kinds[0])
+    assert len(old) >= 12
+    assert old <= new
 
 
 @pytest.mark.parametrize("stage", [s for s in STAGES if launcher(s) == "torchrun"])

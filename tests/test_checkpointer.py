@@ -22,12 +22,18 @@ from common.checkpointer import PARTS
 from common.checkpointer import Checkpointer
 from tests.harness import load_stage
 from tests.resume_harness import step_of
+from tools.stages import stages
+from tools.stages import trains_on_text
 
 COMPARED_FLAGS = {
-    *("data", "image_size", "images", "arch", "pretrained", "epochs", "batch_size"),
-    *("lr", "weight_decay", "seed", "dtype", "sync_bn", "amp", "clip_grad"),
-    *("memory_format", "tf32", "deterministic"),
+    *("epochs", "batch_size", "lr", "weight_decay", "seed", "dtype", "sync_bn", "amp"),
+    *("clip_grad", "tf32", "deterministic"),
 }
+COMPARED_WITH_IMAGES = {
+    *("data", "image_size", "images", "arch", "pretrained", "memory_format"),
+}
+COMPARED_WITH_TEXT = {"text_file", "context_length", "width", "depth", "heads"}
+ONLY_WITH_IMAGES, ONLY_WITH_TEXT = {"data_dir", "download"}, {"sample"}
 SUMS = torch.arange(8, dtype=torch.float64).reshape(2, 4)
 
 
@@ -116,6 +122,21 @@ def test_the_latest_are_kept(keep, tmp_path):
     assert len(list(tmp_path.iterdir())) == keep
 
 
+def test_what_a_kill_before_the_pruning_left_is_removed_when_the_run_resumes(tmp_path):
+    """By the process that looked for the latest, and by no other."""
+    before = make(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        before.save(step, SUMS)
+    (tmp_path / ".step-000000004.pt.1.tmp").touch()
+    first, second = make(tmp_path, keep=2), make(tmp_path, keep=2)
+    path = first.find_latest()
+    second.restore(second.load(path))
+    assert steps_in(before) == [3, 2, 1]
+    first.restore(first.load(path))
+    assert steps_in(before) == [3, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_later_ones_than_the_one_just_written_are_removed(tmp_path):
     """They are corrupt: otherwise the run would have resumed from one of them."""
     ckpt = make(tmp_path)
@@ -127,16 +148,20 @@ def test_later_ones_than_the_one_just_written_are_removed(tmp_path):
 
 
 # ---- other flags ---------------------------------------------------------------------
-@pytest.fixture
-def args(monkeypatch):
-    """The flags of the last stage that has a Checkpointer."""
+@pytest.mark.parametrize("stage", stages()[9:])
+def test_every_flag_is_compared_unless_it_is_harmless(
+    stage, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-dir", "checkpoints"])
-    return load_stage("10_preemption").parse_args()
-
-
-def test_every_flag_is_compared_unless_it_is_harmless(args, tmp_path, capsys):
-    assert vars(args).keys() == HARMLESS_FLAGS | COMPARED_FLAGS
-    assert HARMLESS_FLAGS.isdisjoint(COMPARED_FLAGS)
+    args = load_stage(stage).parse_args()
+    if trains_on_text(stage):
+        compared = COMPARED_FLAGS | COMPARED_WITH_TEXT
+        harmless = HARMLESS_FLAGS - ONLY_WITH_IMAGES
+    else:
+        compared = COMPARED_FLAGS | COMPARED_WITH_IMAGES
+        harmless = HARMLESS_FLAGS - ONLY_WITH_TEXT
+    assert vars(args).keys() == harmless | compared
+    assert HARMLESS_FLAGS.isdisjoint(compared)
     path = tmp_path / "step-000000007.pt"
     make(tmp_path).save(7, SUMS)
     state = checkpointer.read(path)
@@ -171,15 +196,19 @@ def test_a_flag_that_only_one_run_has_is_compared_too(tmp_path, capsys):
 def test_another_data_set_or_torch_version_is_a_warning(tmp_path, capsys):
     saved = make(tmp_path)
     saved.save(7, SUMS)
-    saved.circumstances = {"num_images": 90, "torch_version": "2.0.0"}
+    saved.circumstances = {"num_samples": 90, "torch_version": "2.0.0"}
     saved.save(8, SUMS)
     older, latest = reversed(saved.paths())
     assert make(tmp_path / "none").find_latest() is None
     for ckpt, path, differing in (
-        (make(tmp_path), latest, {"num_images": "90, not 100", "torch_version": "2.0"}),
+        (
+            make(tmp_path),
+            latest,
+            {"num_samples": "90, not 100", "torch_version": "2.0"},
+        ),
         (make(tmp_path, images=90), latest, {"torch_version": "2.0.0, not "}),
         (make(tmp_path), older, {}),
-        (make(tmp_path, images=99), older, {"num_images": "100, not 99"}),
+        (make(tmp_path, images=99), older, {"num_samples": "100, not 99"}),
     ):
         if path == older:
             latest.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def test_meter_divides_sums_by_counts():
     averages = meter.compute()
     assert averages["loss"] == (3 * 1 + 1 * 5) / 4
     assert averages["acc1"] == 100 * 2 / 4
-    assert averages["images"] == 4
+    assert averages["count"] == 4
     assert meter.sums.dtype == torch.float64
 
 
@@ -194,7 +194,7 @@ def test_out_dir_holds_metrics_and_weights_that_load_safely(done, trained):
     assert names == {"metrics.jsonl", "last.pt", "best.pt"}
     assert [row["epoch"] for row in done.rows] == [1, 2, 3]
     assert {"epoch", "train", "val"} == set(done.rows[0])
-    metrics = {"loss", "acc1", "acc5", "images", "seconds"}
+    metrics = {"loss", "acc1", "acc5", "count", "seconds"}
     assert metrics == set(done.rows[0]["train"]) == set(done.rows[0]["val"])
     wrapped = trained("02_dataparallel", 1, "--epochs", "1", how=train_in_forks)
     for path in (done.weights, wrapped.weights):

@@ -23,6 +23,7 @@ from tests.harness import LAUNCHED
 from tests.harness import LAUNCHERS
 from tests.harness import fork_ranks
 from tools.stages import stages
+from tools.stages import trains_on_text
 
 STATE = np.random.RandomState(0)
 
@@ -270,7 +271,12 @@ class Counter(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    "stage", [swept_unless(stage == LAUNCHERS[0], stage) for stage in LAUNCHED]
+    "stage",
+    [
+        swept_unless(stage == LAUNCHERS[0], stage)
+        for stage in LAUNCHED
+        if not trains_on_text(stage)
+    ],
 )
 def test_three_ranks_download_once(stage, tmp_path):
     """From a server on this machine, which counts what it is asked for."""

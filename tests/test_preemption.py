@@ -1,4 +1,8 @@
-"""Stage 10: at a signal all ranks stop after the same step, with a checkpoint."""
+"""Stage 10: at a signal all ranks stop after the same step, with a checkpoint.
+
+What is shown first, that a stopped run ends with the same bits, is shown of the later
+stages as well.
+"""
 
 import functools
 import signal
@@ -11,6 +15,7 @@ from tests.fault_injection import signalled
 from tests.fault_injection import signalled_and_slow_to_write
 from tests.harness import family
 from tests.harness import injected
+from tests.harness import little_work
 from tests.harness import started
 from tests.harness import wait_until
 from tests.resume_faults import a_minute_per_look_at_the_clock
@@ -27,22 +32,32 @@ from tests.resume_harness import resumed_from
 from tests.resume_harness import rows
 from tests.resume_harness import torchrun_command
 from tests.resume_harness import uninterrupted
+from tools.stages import stages
 
 STAGE = "10_preemption"
+LATER = stages()[10:]
 STOPPED = 128 + signal.SIGTERM
 BOTH = ["0", "1"]
 
 
 @pytest.fixture
-def run(device, several, tmp_path):
-    """A run of two epochs that saves at the end of an epoch and at a signal."""
-    return Run(STAGE, tmp_path, device, *SHORT, *NEVER, processes=several)
+def stage(request):
+    """Stage 10, unless a test names others."""
+    return getattr(request, "param", STAGE)
 
 
 @pytest.fixture
-def reference(trained, several):
+def run(stage, device, several, tmp_path):
+    """A run of two epochs that saves at the end of an epoch and at a signal."""
+    flags = (*SHORT, *NEVER, *little_work(stage).flags)
+    return Run(stage, tmp_path, device, *flags, processes=several)
+
+
+@pytest.fixture
+def reference(stage, trained, several):
     """What the same run ends with if nobody disturbs it."""
-    return uninterrupted(trained, STAGE, several, *SHORT)
+    flags = (*SHORT, *little_work(stage).flags)
+    return uninterrupted(trained, stage, several, *flags)
 
 
 def assert_resumes_and_finishes(run, reference):
@@ -69,7 +84,7 @@ SIGNALS = [
 
 
 @pytest.mark.fault(
-    stages="10",
+    stages="10, 11",
     what="SIGTERM or SIGUSR1 to any rank while it trains, from Slurm, from Kubernetes"
     " or by hand",
     sees="all ranks end after the same step, with a checkpoint and exit code 143 or"
@@ -77,7 +92,11 @@ SIGNALS = [
     seconds=60,
     lost="nothing",
 )
-def test_a_signal_to_any_rank_stops_all_after_the_same_step(run, two, reference, fault):
+@pytest.mark.parametrize("stage", [STAGE, *LATER], indirect=True)
+def test_a_signal_to_any_rank_stops_all_after_the_same_step(
+    stage, run, two, reference, fault
+):
+    each = little_work(stage).train // 25 // two  # targets of a rank in a step
     for step, names, who, last in SIGNALS:
         prepare = functools.partial(signalled, step, *names, ranks=who)
         done = run.go(prepare=prepare, seconds=fault.seconds)
@@ -85,8 +104,8 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(run, two, reference,
         assert exit_codes(done) == [128 + number] * two, (step, done)
         assert run.latest() == last
         state = checkpointer.read(run.paths()[0])
-        images = 30 * ((last - 1) % 25 + 1)
-        assert state["sums"][:, 3].tolist() == [images] * two
+        targets = each * ((last - 1) % 25 + 1)
+        assert state["sums"][:, 3].tolist() == [targets] * two
         assert [row["epoch"] for row in rows(run.out_dir)] == [1] * (step > 25)
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done[0].stdout)
@@ -141,7 +160,7 @@ MOMENTS = {
 
 
 @pytest.mark.fault(
-    stages="10",
+    stages="10, 11",
     what="SIGTERM or SIGUSR1 while the run loads or evaluates",
     sees="it ends at once; the next run says `resumed from step`",
     seconds=60,

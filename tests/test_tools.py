@@ -97,6 +97,10 @@ def never():
 
 
 # ---- make propagate ------------------------------------------------------------------
+# Of a line that all stages have.
+EDIT = ("cuda.matmul.allow_tf32 = args.tf32", "cuda.matmul.allow_tf32 = True")
+
+
 @pytest.fixture
 def chain(tmp_path):
     """A repository with the stages' scripts, committed."""
@@ -117,18 +121,17 @@ def replace(path, old, new):
 
 
 def test_propagate_carries_an_edit_to_every_later_stage(chain):
-    edit = ("momentum=0.9,", "momentum=0.8,")
-    replace(chain / STAGES[0] / "train.py", *edit)
+    replace(chain / STAGES[0] / "train.py", *EDIT)
     propagate(chain, STAGES[0])
     for stage in STAGES:
         ours = (ROOT / stage / "train.py").read_text()
-        assert (chain / stage / "train.py").read_text() == ours.replace(*edit)
+        assert (chain / stage / "train.py").read_text() == ours.replace(*EDIT)
     propagate(chain, STAGES[0])  # a second time changes nothing
-    assert (chain / STAGES[-1] / "train.py").read_text().count(edit[1]) == 1
+    assert (chain / STAGES[-1] / "train.py").read_text().count(EDIT[1]) == 1
 
 
 def test_propagate_stops_at_a_conflict_and_continues_after_it(chain, capfd):
-    conflict, later = ("local_rank = 0", "local_rank = 1"), ("0.9,", "0.8,")
+    conflict, later = ("local_rank = 0", "local_rank = 1"), EDIT
     for edit in (conflict, later):
         replace(chain / STAGES[0] / "train.py", *edit)
     with pytest.raises(SystemExit, match="2"):
@@ -162,7 +165,7 @@ def test_the_demo_ends_with_a_table(tmp_path):
     demo = [sys.executable, "-m", "tools.demo", "01_single_gpu"]
     done = run(demo, tmp_path)
     assert done.returncode == 0, done.stderr
-    titles, row = done.stdout.splitlines()[-6:-4]
+    titles, row = done.stdout.splitlines()[-7:-5]
     assert titles.split()[:4] == ["stage", "launch", "processes", "device"]
     name, launch, processes, *metrics, difference = row.split()
     assert (name, launch, processes) == ("01_single_gpu", "python", "1")

@@ -13,6 +13,7 @@ from benchmarks.instrument import between_steps
 from tests.conftest import swept_unless
 from tests.harness import changed
 from tests.harness import fork_ranks
+from tests.harness import little_work
 from tools.stages import ROOT
 from tools.stages import stages
 
@@ -40,7 +41,7 @@ def count_waits(folder):
 
 def waits_per_step(stage, processes, flags, folder, root=ROOT):
     """Return what each rank counted in an epoch of 25 steps."""
-    flags = ["--epochs", "1", *flags]
+    flags = ["--epochs", "1", *little_work(stage).flags, *flags]
     prepare = functools.partial(count_waits, folder)
     ends = fork_ranks(stage, processes, flags, folder, root=root, prepare=prepare)
     done = [end() for end in ends]

@@ -3,7 +3,8 @@
 python -m tools.demo [STAGE ...]
 
 Each stage is launched once, in float64, so that its weights can be compared with those
-of stage 01, and with one thread per process (OMP_NUM_THREADS=1), as torchrun sets it.
+of stage 01, and with one thread per process (OMP_NUM_THREADS=1), as torchrun sets it. A
+language model is compared with the first one, which is also trained on one process.
 """
 
 import json
@@ -20,9 +21,11 @@ from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import fail
 from tools.stages import launcher
+from tools.stages import reference
 from tools.stages import shown_commands
 from tools.stages import stages
 from tools.stages import takes_processes
+from tools.stages import trains_on_text
 
 COLUMNS = "{:<20} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
 TITLES = [
@@ -36,15 +39,16 @@ TITLES = [
     "images/s",
     "vs 01",
 ]
-FIRST = stages()[0]
 
 
 def train(stage, processes, out_dir):
     """Train a stage by its own command; return the last row of its metrics.jsonl."""
-    arguments = [*command(stage, processes), "--dtype", "float64"]
-    print(f"\n{stage}: {shown_commands(stage)[-1]} --dtype float64", flush=True)
+    flags = ["--dtype", "float64"]
+    if trains_on_text(stage):
+        flags += ["--epochs", "2"]  # of ten seconds; those of the images take two
+    print(f"\n{stage}: {shown_commands(stage)[-1]} {' '.join(flags)}", flush=True)
     done = subprocess.run(
-        [*arguments, "--out-dir", out_dir],
+        [*command(stage, processes), *flags, "--out-dir", out_dir],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ},
         check=False,
@@ -62,13 +66,15 @@ def main():
     gpus = torch.cuda.device_count()
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        # the others are compared with the first
-        for stage in [FIRST, *(name for name in wanted if name != FIRST)]:
-            several = takes_processes(stage)
-            spawns = several and launcher(stage) == "python"
-            processes = min(2, gpus or 2) if several else 1
-            last = train(stage, processes, Path(folder, stage))
-            weights = [Path(folder, name, "last.pt") for name in (FIRST, stage)]
+        # The others are compared with the first, on one process.
+        runs = [(first, 1) for first in dict.fromkeys(map(reference, wanted))]
+        runs += [(name, min(2, gpus or 2)) for name in wanted if takes_processes(name)]
+        runs += [(name, 1) for name in wanted if not takes_processes(name)]
+        for stage, processes in sorted(dict.fromkeys(runs)):
+            spawns = takes_processes(stage) and launcher(stage) == "python"
+            last = train(stage, processes, Path(folder, f"{stage}-{processes}"))
+            names = (f"{reference(stage)}-1", f"{stage}-{processes}")
+            weights = [Path(folder, name, "last.pt") for name in names]
             row = [
                 stage,
                 "spawn" if spawns else launcher(stage),
@@ -77,7 +83,7 @@ def main():
                 f"{last['train']['loss']:.3f}",
                 f"{last['val']['loss']:.3f}",
                 f"{last['val']['acc1']:.2f}",
-                f"{last['train']['images'] / last['train']['seconds']:.0f}",
+                f"{last['train']['count'] / last['train']['seconds']:.0f}",
                 f"{max_abs_diff(*weights):.1e}",
             ]
             table.append(row)
@@ -85,8 +91,9 @@ def main():
     for row in [TITLES, *table]:
         print(COLUMNS.format(*row))
     print(
-        "\nvs 01: the largest absolute difference between the stage's weights and those"
-        "\nof stage 01 at the end. images/s: training in float64, last epoch, this"
+        "\nvs 01: the largest absolute difference, at the end, between the weights and"
+        "\nthose of stage 01, or of the first language model, which trains for two"
+        "\nepochs. images/s, or tokens/s: in training in float64, last epoch, this"
         "\nmachine; it is not a benchmark."
     )
 

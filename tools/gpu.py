@@ -34,6 +34,7 @@ from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import fail
 from tools.stages import stages
+from tools.stages import trains_on_text
 
 NEEDED = ("tqdm", "numpy", "matplotlib", "pytest", "xdist", "hypothesis", "psutil")
 NEEDED += ("sklearn", "PIL")
@@ -160,14 +161,15 @@ def train_stages(args, report):
             away = ""
             if code == 0:
                 last = out_dir / "last.pt"
-                reference = first.setdefault(variant.split()[0], last)
-                away = f"{max_abs_diff(reference, last):.1e}"
+                key = (variant.split()[0], trains_on_text(stage))
+                away = f"{max_abs_diff(first.setdefault(key, last), last):.1e}"
             report(f"{stage:<20} {variant:<14} {code:>9} {seconds:>6.1f} {away:>9}")
             if code:
                 report(text[-2000:])
     report(
         "vs first: the largest difference to the weights of the first stage of this"
-        " variant. Four runs share the GPU, so the seconds are no measure of speed."
+        " variant that trains on the same data. Four runs share the GPU, so the seconds"
+        " are no measure of speed."
     )
     return good
 

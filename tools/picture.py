@@ -21,8 +21,9 @@ TEACHES = {
     "08": "gradient accumulation",
     "09": "resume after a crash",
     "10": "stop in time at a signal",
+    "11": "a language model",
 }
-SAME = """On 1 to 4 processes all train the same weights,
+SAME = """On 1 to 4 processes each stage trains the same weights,
 to 1e-10 after two epochs in float64."""
 
 

@@ -57,6 +57,18 @@ def takes_processes(stage):
     return "nproc" in shown_commands(stage)[-1]
 
 
+def trains_on_text(stage):
+    """Return whether a stage trains a language model; the others take images."""
+    tree = ast.parse((ROOT / stage / "train.py").read_text())
+    return "TextArgumentParser" in names_from_common(tree)
+
+
+def reference(stage):
+    """Return the first stage that trains on the same data: the others must equal it."""
+    kind = trains_on_text(stage)
+    return next(name for name in stages() if trains_on_text(name) == kind)
+
+
 def command(stage, processes=1, root=ROOT):
     """Return the arguments that run a stage on `processes` processes, from any folder.
 

@@ -1,0 +1,432 @@
+"""Stage 11: the text, the model, what it samples, and that it learns."""
+
+import hashlib
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from common import meters
+from common.args import TextArgumentParser
+from common.data import TextInMemory
+from common.data import load_text
+from common.loader import collate
+from common.model import GPT
+from common.model import decay_groups
+from common.model import generate
+from tests.harness import fork_ranks
+from tests.harness import little_work
+from tests.harness import load_stage
+from tools import make_text
+from tools.stages import ROOT
+from tools.stages import stages
+from tools.stages import trains_on_text
+
+TEXT = ROOT / "common/text.txt"
+SHA256 = "f7270f9ecd991a5f862873cfc8993dfac5aa1596e4ab0c29022e067440f0a1b4"
+ON_TEXT = [stage for stage in stages() if trains_on_text(stage)]
+STAGE = ON_TEXT[0]
+
+
+def arguments(*words):
+    return TextArgumentParser("").parse_args(["--device", "cpu", *map(str, words)])
+
+
+# ---- the text ------------------------------------------------------------------------
+def test_the_text_is_frozen():
+    """The notebooks show what a model learns from it; see tools/make_text.py."""
+    content = TEXT.read_bytes()
+    assert 100_000 <= len(content) <= 300_000
+    assert hashlib.sha256(content).hexdigest() == SHA256
+
+
+def test_the_text_is_from_notebooks_and_scripts_and_has_nothing_twice():
+    text = make_text.text(["01_single_gpu", "02_dataparallel"])
+    assert text.startswith("# 01 ")
+    parts = [part for part in text.splitlines() if part.strip()]
+    assert any(line.startswith("def train_one_epoch(") for line in parts)
+    script = (ROOT / "02_dataparallel/train.py").read_text().splitlines()
+    new = next(line for line in script if "nn.DataParallel(" in line)
+    old = next(line for line in script if "optimizer.zero_grad()" in line)
+    assert parts.count(new) == parts.count(old) == 1
+    assert "\n\n\n" not in text
+
+
+# ---- the data set --------------------------------------------------------------------
+def numbers(n):
+    """Return a text of which each byte says where it is; n is at most 256."""
+    return torch.arange(n, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("n, length, windows", [(9, 4, 2), (8, 4, 1), (5, 4, 1)])
+def test_a_validation_set_is_cut_at_the_beginning(n, length, windows):
+    val_set = TextInMemory(numbers(n), length)
+    assert len(val_set) == windows
+    tokens, target = val_set.__getitems__(list(range(windows)))
+    assert tokens.tolist() == [[*range(i, i + 4)] for i in range(0, 4 * windows, 4)]
+    assert torch.equal(target, tokens + 1)
+    assert tokens.dtype == target.dtype == torch.int64
+    assert tokens.is_contiguous() and target.is_contiguous()
+    one, following = val_set[windows - 1]
+    assert torch.equal(one, tokens[-1]) and torch.equal(following, target[-1])
+    val_set.epoch = 3
+    assert torch.equal(val_set.__getitems__(list(range(windows)))[0], tokens)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_a_text_that_is_too_short_has_no_window(n):
+    assert len(TextInMemory(numbers(n), 4)) == 0
+    assert len(TextInMemory(numbers(n), 4, recut=True)) == 0
+
+
+@pytest.mark.parametrize("n, length", [(200, 7), (64, 8), (63, 8), (16, 8), (9, 1)])
+def test_every_epoch_cuts_a_training_set_elsewhere(n, length):
+    """No byte is twice in the inputs or in the targets of an epoch; few are in none."""
+    train_set = TextInMemory(numbers(n), length, recut=True, seed=5)
+    firsts = []
+    for epoch in range(length):
+        train_set.epoch = epoch
+        tokens, target = train_set.__getitems__(list(range(len(train_set))))
+        assert torch.equal(target, tokens + 1)
+        seen = tokens.flatten().tolist()
+        assert seen == list(range(seen[0], seen[0] + len(seen)))  # so none is twice
+        assert n - len(seen) <= 2 * length
+        firsts.append(seen[0])
+    assert sorted(firsts) == list(range(length))
+    train_set.epoch = length
+    assert train_set[0][0][0] == firsts[0]
+
+
+def test_the_cut_depends_on_seed_and_epoch_alone():
+    def firsts(seed):
+        train_set = TextInMemory(numbers(200), 16, recut=True, seed=seed)
+        for epoch in range(16):
+            torch.rand(3)  # whatever is drawn in between
+            train_set.epoch = epoch
+            yield int(train_set[0][0][0])
+
+    assert [*firsts(1)] == [*firsts(1)]
+    assert [*firsts(1)] != [*firsts(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_that_live_on_see_the_epoch(workers):
+    train_set = TextInMemory(numbers(200), 16, recut=True)
+    loader = DataLoader(
+        train_set,
+        3,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    for epoch in range(4):
+        train_set.epoch = epoch
+        tokens = torch.cat([tokens for tokens, _ in loader])
+        expected, _ = train_set.__getitems__(list(range(len(train_set))))
+        assert torch.equal(tokens, expected)
+
+
+def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
+    path = tmp_path / "bytes"
+    content = bytes(range(256)) * 4  # not UTF-8
+    path.write_bytes(content)
+    flags = ("--text-file", path, "--context-length", 10, "--batch-size", 4)
+    train_set, val_set = load_text(arguments(*flags))
+    assert train_set.classes == val_set.classes == 256
+    assert train_set.text.dtype == torch.uint8
+    whole = torch.cat([train_set.text, val_set.text])
+    assert bytes(whole.tolist()) == content
+    assert len(train_set.text) == 1024 * 9 // 10
+    assert len(train_set) == (921 - 10) // 10 and len(val_set) == (103 - 1) // 10
+    default, _ = load_text(arguments())
+    assert bytes(default.text[:100].tolist()) == TEXT.read_bytes()[:100]
+
+
+@pytest.mark.parametrize("samples", [15, 108, 1500])
+def test_a_little_work_has_as_many_samples_as_it_says(samples):
+    work = little_work(STAGE, samples)
+    train_set, val_set = load_text(arguments(*work.flags, "--batch-size", 1))
+    length = train_set.context_length
+    assert len(train_set) == samples and work.train == samples * length
+    assert work.val == len(val_set) * length
+    assert work.logits == (len(val_set), val_set.classes, length)
+
+
+# ---- the model -----------------------------------------------------------------------
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(256, 16, width=24, depth=3, heads=3).double()
+
+
+def random_tokens(*shape):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("batch, length", [(2, 16), (1, 1), (0, 16), (5, 7)])
+def test_logits_are_what_cross_entropy_takes(model, batch, length):
+    logits = model(random_tokens(batch, length))
+    assert logits.shape == (batch, 256, length)
+    assert logits.is_contiguous()
+
+
+def test_a_later_byte_does_not_change_earlier_logits(model):
+    tokens = random_tokens(2, 16)
+    before = model(tokens)
+    for place in range(16):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % 256
+        difference = (model(other) - before).abs().amax(dim=(0, 1))
+        assert difference[:place].max().item() <= 1e-14 if place else True
+        assert difference[place:].min() > 1e-8  # and all that come after it see it
+
+
+def test_positions_matter(model):
+    same = model(torch.full((1, 16), 65))[0]
+    assert (same[:, 1:] - same[:, :-1]).abs().amax(0).min() > 1e-8
+
+
+def test_windows_do_not_see_each_other(model):
+    tokens = random_tokens(6, 16)
+    halves = torch.cat([model(tokens[:2]), model(tokens[2:])])
+    assert torch.allclose(model(tokens), halves, atol=1e-14)
+    norms = nn.modules.batchnorm._BatchNorm
+    unwanted = (norms, nn.Dropout, nn.ReLU)
+    assert not [module for module in model.modules() if isinstance(module, unwanted)]
+
+
+def test_the_number_of_parameters(model):
+    width, depth = 24, 3
+    attention = 3 * width * (width + 1) + width * (width + 1)
+    wide = 4 * width * (width + 1) + width * (4 * width + 1)
+    norms = 2 * 2 * width
+    expected = (256 + 16) * width + depth * (attention + wide + norms)
+    expected += 2 * width + 256 * width
+    assert sum(each.numel() for each in model.parameters()) == expected
+
+
+def test_a_slice_of_qkv_is_whole_heads(model):
+    """As a column-wise split over ranks makes it: no number of heads is built in."""
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    whole = attention(x)
+    parts = []
+    for head in range(3):
+        one = GPT(256, 16, width=24, depth=1, heads=3).double().blocks[0].attention
+        rows = slice(24 * head, 24 * (head + 1))  # queries, keys, values of a head
+        columns = slice(8 * head, 8 * (head + 1))
+        one.qkv.weight = nn.Parameter(attention.qkv.weight[rows])
+        one.qkv.bias = nn.Parameter(attention.qkv.bias[rows])
+        one.out.weight = nn.Parameter(attention.out.weight[:, columns])
+        one.out.bias = nn.Parameter(torch.zeros(24, dtype=torch.float64))
+        parts.append(one(x))
+    assert torch.allclose(sum(parts) + attention.out.bias, whole, atol=1e-14)
+
+
+def test_attention_is_the_formula(model):
+    attention, x = model.blocks[0].attention, torch.randn(2, 5, 24).double()
+    qkv = attention.qkv(x)
+    heads = []
+    for head in range(3):
+        q, k, v = qkv[..., 24 * head : 24 * (head + 1)].split(8, dim=-1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(8)
+        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v)
+    assert torch.allclose(attention(x), attention.out(torch.cat(heads, -1)), atol=1e-14)
+
+
+def test_initial_weights_are_those_of_gpt_2():
+    torch.manual_seed(0)
+    model = GPT(256, 64, width=64, depth=8, heads=4)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            assert (weight == (1 if name.endswith("weight") else 0)).all(), name
+        elif name.endswith("bias"):
+            assert (weight == 0).all(), name
+        else:
+            adds = name.endswith(("out.weight", "down.weight"))
+            expected = 0.02 / 4 if adds else 0.02  # 4 is the root of 2 * 8
+            assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+    loss = nn.functional.cross_entropy(
+        model(random_tokens(4, 64)), random_tokens(4, 64)
+    )
+    assert loss.item() == pytest.approx(math.log(256), rel=0.02)
+
+
+def test_weights_can_be_drawn_later():
+    """For a model that was made on the meta device, which holds no memory."""
+    torch.manual_seed(3)
+    at_once = GPT(256, 8, width=16, depth=2, heads=2)
+    with torch.device("meta"):
+        later = GPT(256, 8, width=16, depth=2, heads=2)
+    later.to_empty(device="cpu")
+    torch.manual_seed(3)
+    later.reset_parameters()
+    torch.manual_seed(3)
+    at_once.reset_parameters()
+    for one, other in zip(at_once.parameters(), later.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_matrices_decay_and_vectors_do_not(model):
+    decaying, fixed = decay_groups(model, 0.1)
+    assert (decaying["weight_decay"], fixed["weight_decay"]) == (0.1, 0.0)
+    names = {each: name for name, each in model.named_parameters()}
+    of_group = [{names[each] for each in g["params"]} for g in (decaying, fixed)]
+    assert of_group[0] | of_group[1] == set(names.values())
+    assert of_group[0].isdisjoint(of_group[1])
+    assert all("bias" in name or "norm" in name for name in of_group[1])
+    assert not any("bias" in name or "norm" in name for name in of_group[0])
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=0.5)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    for name, each in model.named_parameters():
+        factor = 1 - 0.5 * 0.1 if name in of_group[0] else 1
+        assert torch.allclose(each, before[name] * factor), name
+
+
+# ---- metrics of tokens ---------------------------------------------------------------
+def test_a_meter_counts_tokens_like_images():
+    logits, target = torch.randn(3, 11, 5), torch.randint(11, (3, 5))
+    windows, flat = meters.Meter("cpu"), meters.Meter("cpu")
+    loss = nn.functional.cross_entropy(logits, target)
+    windows.update(loss, logits, target)
+    rows = logits.transpose(1, 2).reshape(15, 11)
+    flat.update(loss, rows, target.flatten())
+    assert torch.equal(windows.sums, flat.sums)
+    assert windows.compute()["count"] == 15
+    both = [
+        meters.accuracy(*pair, topk=(1, 5))
+        for pair in ((logits, target), (rows, target.flatten()))
+    ]
+    assert torch.equal(*both)
+
+
+# ---- sampling ------------------------------------------------------------------------
+class Successor(nn.Module):
+    """Finds that the byte after b is b + 1, or b + 2 with a third of the chance.
+
+    It takes no more than five bytes, and notes them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(5, 1)
+        self.contexts = []
+
+    def forward(self, tokens):
+        assert tokens.shape[1] <= 5 and not self.training
+        self.contexts.append(tokens[0].tolist())
+        logits = torch.full((1, 256, tokens.shape[1]), -math.inf)
+        logits[0, (tokens[0, -1] + 1) % 256, -1] = math.log(3)
+        logits[0, (tokens[0, -1] + 2) % 256, -1] = 0
+        return logits
+
+
+def test_what_is_likeliest_is_taken_at_temperature_0():
+    model = Successor()
+    assert generate(model, b"ab", 6, temperature=0) == b"cdefgh"
+    assert model.contexts[0] == list(b"ab")
+    assert model.contexts[-1] == list(b"cdefg")  # the last five
+    assert model.training
+
+
+def test_bytes_are_drawn_by_their_chances():
+    drawn = generate(Successor(), b"a", 2000, temperature=1)
+    steps = np.diff(np.frombuffer(b"a" + drawn, np.uint8).astype(int)) % 256
+    assert set(steps) == {1, 2}
+    assert 0.72 < (steps == 1).mean() < 0.78  # standard error: 0.01
+    colder = generate(Successor(), b"a", 2000, temperature=0.5)
+    steps = np.diff(np.frombuffer(b"a" + colder, np.uint8).astype(int)) % 256
+    assert 0.88 < (steps == 1).mean() < 0.92  # nine to one
+
+
+def test_a_sample_depends_on_its_seed_alone(model):
+    before = torch.default_generator.get_state()
+    first = generate(model, b"The ", 50)
+    torch.rand(3)
+    assert generate(model, b"The ", 50) == first
+    torch.default_generator.set_state(before)
+    assert generate(model, b"The ", 50) == first
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert generate(model, b"The ", 50, seed=1) != first
+    assert len(first) == 50 and generate(model, b"The ", 0) == b""
+    model.eval()
+    generate(model, b"The ", 1)
+    assert not model.training
+
+
+# ---- the stage -----------------------------------------------------------------------
+def test_its_defaults_are_those_of_language_models(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    args = load_stage(STAGE).parse_args()
+    assert (args.lr, args.weight_decay, args.clip_grad) == (3e-3, 0.1, 1.0)
+    assert (args.width, args.depth, args.heads, args.sample) == (64, 2, 4, 200)
+
+
+@pytest.mark.parametrize("stage", ON_TEXT)
+def test_a_run_prints_bits_perplexity_and_a_sample_once(
+    stage, several, device, tmp_path
+):
+    """A sample of the weights that it saved."""
+    work = little_work(stage, 300)
+    out = tmp_path / "out"
+    flags = [*work.flags, "--width", "32", "--heads", "2", "--depth", "3"]
+    flags += ["--epochs", "2", "--device", device]
+    ends = fork_ranks(stage, several, [*flags, "--out-dir", out], tmp_path)
+    done = [end() for end in ends]
+    assert [one.returncode for one in done] == [0] * len(ends), done
+    assert not any(one.stdout for one in done[1:])
+    pattern = (
+        r"epoch \d: train .*, val loss (\S+) .*\n"
+        r"val (\S+) bits per byte, perplexity (\S+)\n"
+    )
+    epochs = re.findall(pattern, done[0].stdout)
+    assert len(epochs) == 2
+    for loss, bits, perplexity in epochs:
+        assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-3)
+        assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=2e-3)
+    model = GPT(256, 8, width=32, depth=3, heads=2)
+    model.load_state_dict(torch.load(out / "last.pt"))
+    sample = generate(model, b"\n", 200).decode(errors="replace")
+    assert done[0].stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
+    evaluated = fork_ranks(
+        stage, 1, [*flags, "--evaluate", out / "last.pt"], tmp_path / "again"
+    )[0]()
+    assert evaluated.stdout.startswith(f"val loss {epochs[-1][0]} ")
+    ends = fork_ranks(stage, several, [*flags, "--sample", "0"], tmp_path / "none")
+    assert [end().stdout for end in ends][0].endswith(f"{epochs[-1][-1]}\n")
+
+
+def bigram_bits(train, val):
+    """Return the bits per byte of a table of byte pairs, counted in `train`.
+
+    After a byte that was rarely seen, the table relies on the bytes' frequencies
+    (Witten and Bell, 1991); adding one to each count would be worse by 0.1 bits.
+    """
+    single = np.bincount(train, minlength=256) + 1.0
+    single /= single.sum()
+    pairs = np.zeros((256, 256))
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    kinds = np.maximum((pairs > 0).sum(1, keepdims=True), 1)
+    chances = (pairs + kinds * single) / (pairs.sum(1, keepdims=True) + kinds)
+    assert np.allclose(chances.sum(1), 1)
+    return -np.log2(chances[val[:-1], val[1:]]).mean()
+
+
+@pytest.mark.parametrize("stage", ON_TEXT)
+def test_it_learns_more_than_pairs_of_bytes(stage, trained, several):
+    """By its command and with its defaults."""
+    text = np.fromfile(TEXT, np.uint8).astype(int)
+    end = len(text) * 9 // 10
+    table = bigram_bits(text[:end], text[end:])
+    bits = trained(stage, several).rows[-1]["val"]["loss"] / math.log(2)
+    print(f"\n{stage}: {bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
+    assert bits < 0.85 * table
