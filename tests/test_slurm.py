@@ -4,9 +4,12 @@ The first three tests belong together: while a job that was preempted waits for 
 start, which Slurm delays, others run.
 """
 
+import contextlib
 import os
+import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +26,6 @@ from tests.harness import assert_gone
 from tests.harness import assert_one_error_line
 from tests.harness import environment
 from tests.harness import fork
-from tests.harness import free_port
 from tests.harness import missing_for_slurm
 from tests.harness import train_in_forks
 from tests.harness import wait_until
@@ -43,12 +45,27 @@ def slurm():
         pytest.skip(missing_for_slurm())
 
 
+def free_ports(count):
+    """Return the first of so many free ports in a row.
+
+    They are below those that the kernel gives to the connections of other tests, one of
+    which could take a port before a daemon does.
+    """
+    while True:
+        first = random.randrange(20_000, 30_000, count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                one = stack.enter_context(socket.socket())
+                one.bind(("127.0.0.1", port))
+            return first
+
+
 class Cluster:
     """A local cluster of the tests' own, with a folder and ports of its own."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.port = int(free_port()) // 10 * 10  # the next two are hardly ever in use
+        self.port = free_ports(3)
         self.variables = environment(
             LOCAL_CLUSTER=str(folder),
             LOCAL_CLUSTER_PORT=str(self.port),
@@ -63,8 +80,11 @@ class Cluster:
         return subprocess.run(arguments, check=check, env=variables, **options)
 
     def script(self, what, check=True):
-        """Run tools/local_slurm.sh."""
-        return self.call("bash", ROOT / "tools/local_slurm.sh", what, check=check)
+        """Run tools/local_slurm.sh; with `check`, it has to succeed."""
+        words = ["bash", ROOT / "tools/local_slurm.sh", what]
+        done = self.call(*words, check=False, timeout=180)
+        assert not check or done.returncode == 0, done.stderr
+        return done
 
     def members(self):
         """Return the processes that hold one of the cluster's files open."""

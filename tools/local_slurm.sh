@@ -36,10 +36,10 @@ idle() { # both nodes have reported to the controller
   [ "$nodes" = 2 ]
 }
 
-# Wait up to ten seconds until a command succeeds.
+# Wait up to so many seconds until a command succeeds.
 await() {
-  local end=$((SECONDS + 10))
-  until "$@"; do
+  local end=$((SECONDS + $1))
+  until "${@:2}"; do
     [ $SECONDS -lt $end ] || return 1
     sleep 0.1
   done
@@ -87,12 +87,12 @@ stop() {
     fail "$folder was not made by this script"
   if runs; then
     squeue --noheader --format=%A | xargs -r scancel --full
-    await unused || true
+    await 10 unused || true
   fi
   # If the controller had died before, there still are tasks.
   all=$(family)
   echo "$all" | xargs -r kill 2>/dev/null || true
-  await alone || true
+  await 10 alone || true
   echo "$all" | xargs -r kill -9 2>/dev/null || true # what has not ended is stuck
   rm -rf "$folder"
 }
@@ -171,7 +171,7 @@ start() {
     command -v "$program" >/dev/null || fail "$program is missing;" \
       "type: apt-get install slurmctld slurmd slurm-client munge"
   done
-  if runs && await idle; then
+  if runs && await 10 idle; then
     echo "it is running already"
   else
     stop # what a crash left
@@ -190,7 +190,8 @@ start() {
     {
       start_munge && slurmctld && slurmd -N node1 && slurmd -N node2
     } >"$folder/start.log" 2>&1 </dev/null 9<&- || give_up
-    await idle || give_up
+    # a node that cannot register at once tries again after 1, 2, 4, ... seconds
+    await 60 idle || give_up
     trap - INT TERM
     echo "started"
   fi
