@@ -186,17 +186,18 @@ def accumulate_gradients(args, model, batch, scaler, meter):
         images = data.normalize(args, images.to(args.device, non_blocking=True))
         target = target.to(args.device, non_blocking=True)
         last = micro_step == args.grad_accum_steps
-        # [08] otherwise DDP averages the gradients after every micro-batch
-        with contextlib.nullcontext() if last else model.no_sync():
-            with autocast(args):
-                output = model(images)
-                loss = nn.functional.cross_entropy(output, target)
-            meter.update(loss, output, target)
-            # [08] not 1 / N: micro-batches can differ in size by one image
-            weight = len(target) / len(batch[1])
-            mean_loss += loss.detach() * weight
-            # [05] otherwise small gradients become zero in fp16
-            scaler.scale(loss * weight).backward()
+        # [08] otherwise DDP averages the gradients after every micro-batch; the forward
+        # pass is what has to be in this context
+        sync = contextlib.nullcontext() if last else model.no_sync()
+        with sync, autocast(args):
+            output = model(images)
+            loss = nn.functional.cross_entropy(output, target)
+        meter.update(loss, output, target)
+        # [08] not 1 / N: micro-batches can differ in size by one image
+        weight = len(target) / len(batch[1])
+        mean_loss += loss.detach() * weight
+        # [05] otherwise small gradients become zero in fp16
+        scaler.scale(loss * weight).backward()
     return mean_loss
 
 
@@ -242,8 +243,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler, ck
             sums = [torch.empty_like(meter.sums) for _ in range(dist.get_world_size())]
             # [09] otherwise a resumed epoch reports the metrics of its rest alone
             dist.all_gather(sums, meter.sums)
-            if is_main_process():
-                ckpt.save(step, torch.stack(sums))
+            ckpt.save(step, torch.stack(sums), write=is_main_process())
     # [03] otherwise the metrics are those of rank 0's images alone
     dist.all_reduce(meter.sums)
     return meter.compute()

@@ -163,17 +163,19 @@ class Checkpointer:
         """Return the minutes since this process last saved, or since it started."""
         return (time.monotonic() - self.last_save) / 60
 
-    def save(self, step, sums):
+    def save(self, step, sums, write=True):
         """Write a checkpoint and remove all but the latest ones (--keep-checkpoints).
 
-        step: optimizer steps taken; sums: the Meters' sums, float64 [processes, 4]. If
-        it cannot be written, the earlier ones stay, and a line on standard error says
-        why.
+        step: optimizer steps taken; sums: the Meters' sums, float64 [processes, 4];
+        write: whether this process writes it, since one has to. If it cannot be
+        written, the earlier ones stay, and a line on standard error says why.
         """
         self.last_save = time.monotonic()
         if self.folder is None:
             return
         state = {name: part.state_dict() for name, part in self.parts.items()}
+        if not write:
+            return
         state |= {"step": step, "sums": sums.cpu(), "flags": self.flags}
         state |= self.circumstances
         path = self.folder / f"step-{step:09}.pt"

@@ -213,7 +213,8 @@ class TextInMemory(SharedEpoch, Dataset):
 
     def __getitems__(self, indices):
         """Return a batch: tokens, and the token after each, both int64 [B, T]."""
-        starts = self.first() + torch.as_tensor(indices) * self.context_length
+        indices = torch.as_tensor(indices, dtype=torch.int64)  # there can be none
+        starts = self.first() + indices * self.context_length
         positions = starts[:, None] + torch.arange(self.context_length + 1)
         windows = self.text[positions].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -41,7 +41,12 @@ class Meter:
         self.start = time.perf_counter()
 
     def update(self, loss, output, target):
-        """Add a batch: its mean loss, a scalar; its logits and target, as above."""
+        """Add a batch: its mean loss, a scalar; its logits and target, as above.
+
+        An empty batch, whose mean loss is not a number, adds nothing.
+        """
+        if target.numel() == 0:
+            return
         self.sums[0] += loss.detach() * target.numel()
         self.sums[1:3] += num_correct(output.detach(), target, topk=(1, 5))
         self.sums[3] += target.numel()
