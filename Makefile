@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	$(PY) -m tools.demo
 
 test: $(INSTALLED)
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 benchmark: $(INSTALLED)
 	$(PY) -m benchmarks.compare $(ARGS)

@@ -87,9 +87,12 @@ def grep(pattern, text):
     """Print the lines of a text in which a regular expression is found.
 
     Where torch names a line of its own C++ code, such as [/.../x.cc:12], that is left
-    out. Raises ValueError if no line matches.
+    out. gloo has two messages for one timeout, and which it is differs from run to run:
+    both are shown as <Timed out waiting ...>. Raises ValueError if no line matches.
     """
     text = re.sub(r"\[/\S+?:\d+\] ", "", text)
+    timed_out = r"(Timed out waiting \d+ms for|Application timeout caused).*"
+    text = re.sub(timed_out, "<Timed out waiting ...>", text)
     found = [line for line in text.splitlines() if re.search(pattern, line)]
     if not found:
         raise ValueError(f"no line matches {pattern!r}")

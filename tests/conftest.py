@@ -13,7 +13,9 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import pytest
 import torch
 from torch import distributed as dist
+from xdist.scheduler import LoadFileScheduling
 
+from tests.harness import ROOT
 from tests.harness import counts
 from tests.harness import train
 
@@ -52,6 +54,27 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in swept]
         config.hook.pytest_deselected(items=swept)
         config.stash[NUM_SWEPT] = len(swept)
+
+
+class Scheduling(LoadFileScheduling):
+    """One worker runs all tests of a file, which share what the fixtures trained.
+
+    Notebooks share nothing, and together take longer than any file: each is scheduled
+    by itself, except that those which start the same Slurm cluster go to one worker.
+    """
+
+    def _split_scope(self, nodeid):
+        notebook = re.search(r"\[(\S+\.ipynb)\]", nodeid)
+        if notebook is None:
+            return super()._split_scope(nodeid)
+        uses_slurm = "cluster.start(" in (ROOT / notebook[1]).read_text()
+        return "notebooks with Slurm" if uses_slurm else notebook[1]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Distribute the tests over the workers of `pytest -n`."""
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

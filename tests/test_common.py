@@ -292,6 +292,19 @@ def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
         lesson.grep("x", "a\nb")
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[/x/y.cc:12] Timed out waiting 5000ms for send operation to complete",
+        "[/x/y.cc:34] Application timeout caused pair closure",
+    ],
+)
+def test_grep_shows_both_of_gloos_messages_for_a_timeout_alike(message, capsys):
+    lesson.grep("Error", f"a\n[rank0]: RuntimeError: {message}\nb")
+    shown = "[rank0]: RuntimeError: <Timed out waiting ...>\n"
+    assert capsys.readouterr().out == shown
+
+
 def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
     checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
     checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")

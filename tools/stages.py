@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import re
 import shlex
 import subprocess
@@ -154,6 +155,7 @@ def used_units(nodes, tree, module=None):
     return used
 
 
+@functools.cache
 def used_lines(stage):
     """Return the (module, line number) in common/ that a stage's script uses.
 
