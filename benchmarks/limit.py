@@ -49,10 +49,10 @@ def make_step(args, model, images, target, fused=True):
         optimizer.zero_grad()
         for number, (inputs, labels) in enumerate(parts, start=1):
             last = number == micro_batches
-            with contextlib.nullcontext() if last else no_sync():
-                with torch.autocast(args.device.type, dtype, enabled=amp != "off"):
-                    loss = nn.functional.cross_entropy(model(inputs), labels)
-                scaler.scale(loss / micro_batches).backward()
+            sync = contextlib.nullcontext() if last else no_sync()
+            with sync, torch.autocast(args.device.type, dtype, enabled=amp != "off"):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+            scaler.scale(loss / micro_batches).backward()
         scaler.step(optimizer)
         scaler.update()
         return loss

@@ -1,4 +1,4 @@
-"""docs/your_own_script: after.py trains what before.py trains, and is little longer."""
+"""docs/your_own_script: in both pairs, the second script trains what the first does."""
 
 import ast
 import contextlib
@@ -17,9 +17,11 @@ import torch
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "your_own_script"
 BEFORE, AFTER = FOLDER / "before.py", FOLDER / "after.py"
+DDP, FSDP = FOLDER / "ddp.py", FOLDER / "fsdp.py"
+PAIRS = {"DDP": (BEFORE, AFTER), "FSDP": (DDP, FSDP)}
 TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
 STEPS = TRAIN_SIZE // BATCH_SIZE
-BUDGET = {BEFORE: 70, AFTER: 110, "diff": 60}
+BUDGET = {BEFORE: 70, AFTER: 110, DDP: 130, FSDP: 160, "DDP": 60, "FSDP": 60}
 
 # Runs a script in float64 and records what each rank saw, drew, reduced, and saved.
 SPY = """
@@ -29,6 +31,7 @@ from torch import distributed as dist
 torch.set_default_dtype(torch.float64)
 record = {"batches": [], "noise": [], "reduced": [], "ranks": 1, "saves": 0}
 randn_like, all_reduce, save = torch.randn_like, dist.all_reduce, torch.save
+clip = torch.nn.utils.clip_grad_norm_
 
 def spy_randn_like(points):
     noise = randn_like(points)
@@ -36,16 +39,25 @@ def spy_randn_like(points):
     record["noise"].append(noise.cpu())
     return noise
 
-def spy_all_reduce(tensor):
-    all_reduce(tensor)
-    record["reduced"].append(tensor.tolist())
+def spy_all_reduce(tensor, *op):
+    all_reduce(tensor, *op)
+    if not op:
+        record["reduced"].append(tensor.tolist())
     record["ranks"] = dist.get_world_size()
 
 def spy_save(*arguments):
     record["saves"] += 1
     save(*arguments)
 
+def spy_clip(parameters, max_norm):
+    parameters = list(parameters)
+    gradients = [each.grad for each in parameters]
+    gradients = [getattr(each, "_local_tensor", each) for each in gradients]
+    record["elements"] = sum(each.numel() for each in gradients)
+    return clip(parameters, max_norm)
+
 torch.randn_like, dist.all_reduce, torch.save = spy_randn_like, spy_all_reduce, spy_save
+torch.nn.utils.clip_grad_norm_ = spy_clip
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 save(record, f"record{os.environ['RANK']}.pt")
@@ -89,11 +101,16 @@ def execute(arguments, folder, processes):
     return stdout
 
 
-def launch(processes, folder):
-    """Run after.py under torchrun, without noise; return what all its ranks did."""
+def torchrun(processes, *words):
+    """Return the arguments of python with which torchrun starts a script."""
+    options = ["--standalone", f"--nproc-per-node={processes}"]
+    return ["-m", "torch.distributed.run", *options, *map(str, words)]
+
+
+def launch(processes, folder, script=AFTER):
+    """Run a script under torchrun, without noise; return what all its ranks did."""
     (folder / "spy.py").write_text(SPY)
-    arguments = ["-m", "torch.distributed.run", "--standalone"]
-    arguments += [f"--nproc-per-node={processes}", "spy.py", str(AFTER), "--noise=0"]
+    arguments = torchrun(processes, "spy.py", script, "--noise=0")
     screen = execute(arguments, folder, processes)
     files = sorted(folder.glob("record*.pt"))
     weights = torch.load(folder / "model.pt", map_location="cpu")
@@ -214,10 +231,53 @@ def test_a_batch_that_cannot_be_divided(here, monkeypatch, capsys):
     assert "--batch-size must be divisible" in capsys.readouterr().err
 
 
-# ---- the diff ------------------------------------------------------------------------
-def hunks():
+# ---- from DDP to FSDP2 ---------------------------------------------------------------
+@pytest.fixture(scope="module")
+def by_ddp(tmp_path_factory):
+    return launch(2, tmp_path_factory.mktemp("by_ddp"), DDP)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def by_fsdp(tmp_path_factory, request):
+    return launch(request.param, tmp_path_factory.mktemp("by_fsdp"), FSDP)
+
+
+def test_fsdp_trains_the_same_weights_as_ddp(by_ddp, by_fsdp):
+    """In float64. What is printed has the norm of the gradient, too."""
+    assert largest_difference(by_fsdp.weights, by_ddp.weights) <= 1e-10
+    assert by_fsdp.screen == by_ddp.screen
+    assert len(losses(by_ddp.screen)) == 4
+    assert losses(by_ddp.screen)[-1] < 0.5 * losses(by_ddp.screen)[0]
+
+
+def test_fsdp_shards_the_gradients(by_ddp, by_fsdp):
+    whole = sum(weight.numel() for weight in by_ddp.weights.values())
+    assert [rank["elements"] for rank in by_ddp.ranks] == [whole, whole]
+    shards = [rank["elements"] for rank in by_fsdp.ranks]
+    assert sum(shards) == whole and max(shards) - min(shards) < 0.1 * whole
+
+
+def test_with_fsdp_rank_0_alone_writes_and_every_sample_counts_once(by_ddp, by_fsdp):
+    for run in (by_ddp, by_fsdp):
+        assert [rank["saves"] for rank in run.ranks] == [1, 0][: len(run.ranks)]
+        sums = run.ranks[0]["reduced"]
+        assert [seen for _, _, seen in sums] == [VAL_SIZE] * 4
+    # Two ranks evaluate 501 and 500 samples: in batches of 100, that is 6 and 5.
+    assert '--batch-size", type=int, default=100' in FSDP.read_text()
+
+
+def test_fsdp_in_bf16(tmp_path):
+    """In float32, with gathered weights and the layers' arithmetic in 16 bits."""
+    screen = execute(torchrun(2, FSDP, "--bf16"), tmp_path, 2)
+    assert losses(screen)[-1] < 0.5 * losses(screen)[0]
+    weights = torch.load(tmp_path / "model.pt")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+# ---- the diffs -----------------------------------------------------------------------
+def hunks(pair="DDP"):
     """Return the changed lines of the diff, one list of lines for each hunk."""
-    before, after = (path.read_text().splitlines() for path in (BEFORE, AFTER))
+    before, after = (path.read_text().splitlines() for path in PAIRS[pair])
     found = []
     for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]:
         if line.startswith("@@"):
@@ -228,15 +288,16 @@ def hunks():
 
 
 def test_lengths():
-    lengths = {path: path.read_text().splitlines() for path in (BEFORE, AFTER)}
-    lengths["diff"] = [line for hunk in hunks() for line in hunk]
+    paths = [path for pair in PAIRS.values() for path in pair]
+    lengths = {path: path.read_text().splitlines() for path in paths}
+    lengths |= {pair: [line for hunk in hunks(pair) for line in hunk] for pair in PAIRS}
     counted = {name: len(lines) for name, lines in lengths.items()}
     print("\n" + str({getattr(k, "name", k): n for k, n in counted.items()}))
     assert all(counted[name] <= BUDGET[name] for name in BUDGET), counted
-    assert max(len(line) for path in (BEFORE, AFTER) for line in lengths[path]) <= 88
+    assert max(len(line) for path in paths for line in lengths[path]) <= 88
 
 
-@pytest.mark.parametrize("path", [BEFORE, AFTER], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [BEFORE, AFTER, DDP, FSDP], ids=lambda path: path.name)
 def test_self_contained(path):
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -244,20 +305,23 @@ def test_self_contained(path):
         names += (
             [name.name for name in node.names] if isinstance(node, ast.Import) else []
         )
-    assert {name.split(".")[0] for name in names} <= {"argparse", "gc", "os", "torch"}
+    known = {"argparse", "contextlib", "gc", "os", "torch"}
+    assert {name.split(".")[0] for name in names} <= known
 
 
-def test_the_page_shows_the_diff():
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_page_shows_the_diff(pair):
     """With one line of context, and without line numbers."""
-    before, after = (path.read_text().splitlines() for path in (BEFORE, AFTER))
+    before, after = (path.read_text().splitlines() for path in PAIRS[pair])
     lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
     lines = ["@@" if line.startswith("@@") else line for line in lines]
     page = FOLDER.with_suffix(".md").read_text()
     assert "```diff\n{}\n```".format("\n".join(lines)) in page
 
 
-def test_every_hunk_says_why():
-    for hunk in hunks():
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_hunk_says_why(pair):
+    for hunk in hunks(pair):
         added = [line[1:] for line in hunk if line.startswith("+")]
         plain = ("import ", "from ", '"""')
         code = [line for line in added if not line.startswith(plain)]
@@ -286,6 +350,27 @@ def test_every_hunk_says_why():
 )
 def test_the_checklist_is_in_the_diff(text):
     added = [line for hunk in hunks() for line in hunk if line.startswith("+")]
+    assert any(text in line.partition("#")[0] for line in added)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.manual_seed(0)",
+        "model = Classifier()",
+        "dist.init_device_mesh(device.type, (world_size,))",
+        "fully_shard(block, **options)",
+        "fully_shard(model, **options)",
+        "MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)",
+        "model.set_requires_gradient_sync(last)",
+        "norm.full_tensor()",
+        "@torch.no_grad()",
+        "dist.all_reduce(most, dist.ReduceOp.MAX)",
+        "get_model_state_dict(model, options=whole)",
+    ],
+)
+def test_the_checklist_of_fsdp_is_in_the_diff(text):
+    added = [line for hunk in hunks("FSDP") for line in hunk if line.startswith("+")]
     assert any(text in line.partition("#")[0] for line in added)
 
 

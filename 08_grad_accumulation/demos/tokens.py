@@ -70,7 +70,8 @@ def main():
         ddp.zero_grad()
         for n, (one, factor) in enumerate(zip(mine, factors, strict=True), start=1):
             with contextlib.nullcontext() if n == len(mine) else ddp.no_sync():
-                (summed_loss(ddp, one) * factor).backward()
+                loss = summed_loss(ddp, one) * factor
+            loss.backward()
         errors.append(((gradient(model) - wanted).norm() / wanted.norm()).item())
         if rank == 0:
             print(f"{name:34}: gradient off by {errors[-1]:.0e}")

@@ -6,6 +6,7 @@ python 11_gpt/demos/leak.py right|unshifted|unmasked
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,14 +15,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import load_text
 from common.model import GPT
-from common.model import generate
 
 STEPS, WINDOWS, CONTEXT_LENGTH = 300, 32, 8
+
+attention = nn.functional.scaled_dot_product_attention
 
 
 def attend_to_all(q, k, v, **_):
     """Attention without the mask: a position also sees those after it."""
     return attention(q, k, v)
+
+
+def all_at_once(model, tokens, target, way="right"):
+    """Return the mean loss over all positions, as training has it."""
+    if way == "unshifted":
+        target = tokens
+    return nn.functional.cross_entropy(model(tokens), target)
 
 
 def byte_by_byte(model, tokens, target):
@@ -30,42 +39,33 @@ def byte_by_byte(model, tokens, target):
         nn.functional.cross_entropy(model(tokens[:, :n])[:, :, -1], target[:, n - 1])
         for n in range(1, CONTEXT_LENGTH + 1)
     ]
-    return torch.stack(losses).mean().item()
+    return torch.stack(losses).mean()
 
 
-def main(way):
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    args = SimpleNamespace(
-        text_file=None, context_length=CONTEXT_LENGTH, batch_size=WINDOWS, seed=0
-    )
-    train_set, val_set = load_text(args)
-    model = GPT(256, CONTEXT_LENGTH, width=32)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    if way == "unmasked":
-        nn.functional.scaled_dot_product_attention = attend_to_all
+def train(way):
+    """Train, print two losses, and return the model and the losses."""
+    wrong = attend_to_all if way == "unmasked" else attention
+    with mock.patch.object(nn.functional, "scaled_dot_product_attention", wrong):
+        torch.manual_seed(0)
+        args = SimpleNamespace(
+            text_file=None, context_length=CONTEXT_LENGTH, batch_size=WINDOWS, seed=0
+        )
+        train_set, val_set = load_text(args)
+        model = GPT(256, CONTEXT_LENGTH, width=32).double()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(STEPS):
+            chosen = torch.randint(len(train_set), (WINDOWS,))
+            windows = train_set.__getitems__(chosen)
+            optimizer.zero_grad()
+            all_at_once(model, *windows, way).backward()
+            optimizer.step()
+        windows = val_set.__getitems__(range(1000))
+        with torch.no_grad():
+            losses = all_at_once(model, *windows, way), byte_by_byte(model, *windows)
+        print(f"{way}: val loss, all positions at once: {losses[0]:.3f}")
+        print(f"{way}: val loss, byte by byte: {losses[1]:.3f}")
+    return model, losses
 
-    def mean_loss(windows):
-        tokens, target = windows
-        if way == "unshifted":
-            target = tokens
-        return nn.functional.cross_entropy(model(tokens), target)
-
-    for _ in range(STEPS):
-        chosen = torch.randint(len(train_set), (WINDOWS,))
-        loss = mean_loss(train_set.__getitems__(chosen))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    windows = val_set.__getitems__(range(1000))
-    with torch.no_grad():
-        print(f"val loss, all positions at once: {mean_loss(windows):.3f}")
-        print(f"val loss, byte by byte: {byte_by_byte(model, *windows):.3f}")
-    prompt = b"The gradients are"
-    print(f"{prompt.decode()}|{generate(model, prompt, 60).decode(errors='replace')}")
-
-
-attention = nn.functional.scaled_dot_product_attention
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    train(sys.argv[1])
