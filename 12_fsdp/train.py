@@ -100,9 +100,7 @@ def parse_args():
     parser.add_argument(
         "--sample", type=number(int, ge=0), default=200, help="bytes to draw at the end"
     )
-    parser.add_argument(
-        "--keep-unsharded", action="store_true", help="gather weights once per step"
-    )
+    parser.add_argument("--keep-unsharded", action="store_true", help="fewer gathers")
     # [11] AdamW's steps have about the size of the learning rate, whatever the gradient
     parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
     args = parser.parse_args()
@@ -407,6 +405,7 @@ def run(args):
     group = dist.new_group(backend="gloo", timeout=args.timeout)
     vote = partial(cast_vote, args, ckpt, received_signals, group)
     for epoch in range(ckpt.first_epoch(len(train_loader)), args.epochs + 1):
+        # [12] there is no wrapper: fully_shard has changed the model itself
         train, signum = train_one_epoch(
             args, epoch, model, train_loader, optimizer, scheduler, scaler, ckpt, vote
         )

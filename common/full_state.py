@@ -45,3 +45,5 @@ class FullOptimizer:
     def load_state_dict(self, state):
         """Load a state, of which every rank passes all and keeps its shards."""
         set_optimizer_state_dict(self.model, self.optimizer, state, options=OPTIONS)
+        if not state["state"]:  # all steps were skipped, and torch has counted one
+            self.optimizer.state.clear()

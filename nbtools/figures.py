@@ -358,3 +358,35 @@ def from_the_signal_to_the_next_start():
     text = "KillWait, and then SIGKILL to what is left"
     axis.text(5, 2.1, text, color="gray", ha="center")
     plt.show()
+
+
+def a_sharded_step():
+    """Draw one step of FSDP with two blocks, and the weights that a rank holds."""
+    _, axes = plt.subplots(2, 1, figsize=(10, 3.6), sharex=True)
+    time, held = axes
+    gather, reduce, start = 1.2, 1.5, 0
+    for name in ("F1", "F2", "B2", "B1"):
+        length, color = (1, "tab:blue") if name[0] == "F" else (2, "tab:green")
+        stretch(time, 0, start, gather, f"gather {name[1]}", "tab:orange")
+        stretch(time, 1, start + gather, length, name, color)
+        held.barh(0.9, gather + length, 0.8, start, color="tab:orange", alpha=0.45)
+        middle = start + (gather + length) / 2
+        held.text(middle, 0.9, f"block {name[1]}", ha="center", va="center", size=9)
+        start += gather + length
+        if name[0] == "B":
+            text = f"reduce-\nscatter {name[1]}"
+            stretch(time, 0, start, reduce, text, "tab:red")
+            start += reduce
+    stretch(time, 1, start, 1, "step", "tab:gray")
+    held.barh(0.25, start + 1, 0.5, 0, color="tab:gray", alpha=0.45)
+    text = "shards of both blocks: the only weights at rest"
+    held.text((start + 1) / 2, 0.25, text, ha="center", va="center", size=9)
+    held.axhline(1.6, color="black", lw=1, ls="--")
+    held.text(start + 1, 1.65, "what DDP holds: both blocks", ha="right", size=9)
+    time.set(yticks=(0, 1), yticklabels=("network", "each rank"), xticks=[])
+    held.set(ylim=(0, 2), yticks=[], ylabel="weights")
+    held.set_xlabel("time (drawn, not measured)")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    plt.tight_layout()
+    plt.show()

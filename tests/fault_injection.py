@@ -91,11 +91,15 @@ def no_step(start_method=None):
 
 
 def at_forward_pass(number, rank, register, change):
-    """Register a hook that acts in a rank's n-th forward pass of training in DDP."""
+    """Register a hook that acts in a rank's n-th forward pass of training.
+
+    It is one of DDP's wrapper, or of a whole model that FSDP2 has sharded.
+    """
     count = itertools.count(1)
 
     def hook(module, *values):
         outermost = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        outermost |= type(module).__name__ == "FSDPGPT"
         if outermost and module.training and next(count) == number:
             return change(*values) if dist.get_rank() == rank else None
         return None
@@ -127,6 +131,11 @@ def weights_kept(step, folder):
         if next(count) == step:
             groups = [group["params"] for group in optimizer.param_groups]
             weights = [each.detach() for group in groups for each in group]
+            # FSDP2's are shards, and the other ranks are here, too.
+            weights = [
+                each.full_tensor() if hasattr(each, "full_tensor") else each
+                for each in weights
+            ]
             torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
 
     register_optimizer_step_post_hook(save)

@@ -38,7 +38,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 
 from common import data
 from tools.stages import ROOT
@@ -55,7 +57,8 @@ LAUNCHER_ENV = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0
 ENDLESS = ["--epochs", "100000"]
 
 forkserver = multiprocessing.get_context("forkserver")
-preloaded = ["torch", "torchvision", "tests.harness", "tests.forkserver_preload"]
+preloaded = ["torch", "torchvision", "torch.distributed.checkpoint.state_dict"]
+preloaded += ["tests.harness", "tests.forkserver_preload"]
 forkserver.set_forkserver_preload(preloaded)
 
 
@@ -141,6 +144,22 @@ def give_sets(module, train_set, val_set):
     """Have a stage's script, loaded as a module, get these sets instead of its data."""
     module.data = types.SimpleNamespace(**vars(module.data))
     module.data.load_data = module.data.load_text = lambda _: (train_set, val_set)
+
+
+def shards_the_weights(stage):
+    """Return whether a stage shards its model with FSDP2; the others copy it."""
+    return "fully_shard(" in (ROOT / stage / "train.py").read_text()
+
+
+def sharded(model):
+    """Shard a small model with FSDP2 over the processes of the default group."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh)
+
+
+def plain(tensor):
+    """Return a tensor, whole if FSDP2 has sharded it: then all ranks must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class FakeLoader(list):

@@ -23,6 +23,9 @@ from tests.harness import fork
 from tests.harness import fork_ranks
 from tests.harness import little_work
 from tests.harness import load_stage_for_vectors
+from tests.harness import plain
+from tests.harness import sharded
+from tests.harness import shards_the_weights
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
@@ -112,6 +115,8 @@ class Steps:
         model = nn.Linear(4, 3)
         if norm:
             model = nn.Sequential(nn.BatchNorm1d(4), model)
+        if shards_the_weights(self.stage):
+            sharded(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
         options = {"init_scale": scale, "growth_interval": 10**6}
@@ -129,7 +134,7 @@ class Steps:
         )
         images = torch.randn(6, 4) if images is None else images
         loader = FakeLoader([(images, torch.arange(6) % 3)] * steps)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = [plain(each).detach().clone() for each in model.parameters()]
         arguments = [args, 1, model, loader, optimizer, scheduler, scaler]
         if int(self.stage[:2]) >= 9:
             parts = [model, optimizer, scheduler, scaler]
@@ -137,7 +142,8 @@ class Steps:
         if int(self.stage[:2]) >= 10:
             arguments.append(lambda: types.SimpleNamespace(wait=no_signal))
         metrics = self.module.train_one_epoch(*arguments)
-        moves = [p - b for p, b in zip(model.parameters(), before, strict=True)]
+        after = map(plain, model.parameters())
+        moves = [a - b for a, b in zip(after, before, strict=True)]
         return types.SimpleNamespace(
             moved=math.hypot(*(move.norm().item() for move in moves)),
             steps=scheduler.last_epoch,

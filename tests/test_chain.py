@@ -33,6 +33,10 @@ OWN_FLAGS = {"--nproc"}  # a launcher's own: it goes when another launcher comes
 TAG = re.compile(r"\[\d\d\]")
 # What the stages teach, and what common/ must therefore neither use nor hide.
 LESSONS = {"DistributedDataParallel", "DataParallel", "autocast", "GradScaler"}
+LESSONS |= {"fully_shard", "MixedPrecisionPolicy", "init_device_mesh", "full_tensor"}
+LESSONS |= {"no_sync", "set_requires_gradient_sync"}
+# It reads and writes files, as common/ does for the stages.
+PLUMBING = "torch.distributed.checkpoint."
 
 
 def script(stage):
@@ -258,7 +262,10 @@ def lessons_in(source):
         found += [
             name
             for name in names
-            if f"{name}.".startswith("torch.distributed.")
+            if (
+                f"{name}.".startswith("torch.distributed.")
+                and not name.startswith(PLUMBING)
+            )
             or LESSONS & set(name.split("."))
         ]
     return found
@@ -274,3 +281,5 @@ def test_common_holds_no_lesson():
     stage = "\n".join(script(STAGES[-1])).replace("dist.", "torch.distributed.")
     found = lessons_in(stage)
     assert {"torch.distributed.all_reduce", "torch.autocast"} <= set(found)
+    words = {word for name in found for word in name.split(".")}
+    assert words >= LESSONS - {"DistributedDataParallel", "DataParallel", "no_sync"}

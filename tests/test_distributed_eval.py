@@ -20,6 +20,7 @@ from tests.harness import forkserver
 from tests.harness import give_sets
 from tests.harness import little_work
 from tests.harness import load_stage_for_vectors
+from tests.harness import shards_the_weights
 from tests.harness import train_in_forks
 from tools.stages import ROOT
 from tools.stages import stages
@@ -46,6 +47,9 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return self.images[index], self.labels[index]
+
+    def __getitems__(self, indices):
+        return self.images[indices], self.labels[indices]
 
 
 def arguments(**others):
@@ -90,6 +94,8 @@ def test_every_image_is_evaluated_once(stage, examples):
         assert sum(sizes) == n
         assert max(sizes) - min(sizes) <= 1
         assert all(len(images) <= batch_size for one in loaders for images, _ in one)
+        if shards_the_weights(stage):  # a rank without a batch would be waited for
+            assert len({len(one) for one in loaders}) == 1
         whole = torch.full((n, 3), torch.nan, dtype=torch.float64)
         for rank, shard in enumerate(shards):
             whole[rank::processes] = shard
