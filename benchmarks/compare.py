@@ -149,9 +149,9 @@ def run(arguments, folder):
     return text
 
 
-def work(args, *names, **others):
+def work(args, names, **others):
     """Return the flags of the work, as arguments; `others` replace some."""
-    values = {name: getattr(args, name) for name in (*WORK, *names)} | others
+    values = {name: getattr(args, name) for name in names} | others
     words = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -201,15 +201,11 @@ def precision(args, stage):
     return "TF32" if args.tf32 and args.device.type == "cuda" else NAMES["off"]
 
 
-def train(args, stage, processes, batch_size, limits="bare"):
-    """Train a stage by its own command; return what was measured and what was counted.
+def train_instrumented(stage, processes, limits, flags):
+    """Train a stage by its own command; return what it printed, wrote and counted.
 
-    A window is an epoch, and the first warms up. The ratios compare each with the mean
-    of the windows of the limit just before and just after it.
+    What it wrote are the metrics of all epochs but the first, which warms up.
     """
-    amp = ["amp"] if has_flag(stage, "--amp") else []
-    images = num_images(args, batch_size)
-    flags = work(args, *amp, batch_size=batch_size, images=images)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = command(stage, processes)
@@ -220,7 +216,19 @@ def train(args, stage, processes, batch_size, limits="bare"):
         progress = run([*arguments, *flags, *out], folder)
         lines = (folder / "out/metrics.jsonl").read_text().splitlines()
         counted = json.loads(file.read_text())
-    rows = [json.loads(line) for line in lines][1:]
+    return progress, [json.loads(line) for line in lines][1:], counted
+
+
+def train(args, stage, processes, batch_size, limits="bare"):
+    """Train a stage; return what was measured and what was counted.
+
+    A window is an epoch. The ratios compare each with the mean of the windows of the
+    limit just before and just after it.
+    """
+    amp = ["amp"] if has_flag(stage, "--amp") else []
+    images = num_images(args, batch_size)
+    flags = work(args, [*WORK, *amp], batch_size=batch_size, images=images)
+    progress, rows, counted = train_instrumented(stage, processes, limits, flags)
     seconds = [row["train"]["seconds"] for row in rows]
     trained = rows[0]["train"]["count"]
     limit = {name: between(taken) for name, taken in counted.pop("limit").items()}

@@ -10,8 +10,13 @@ memory. After every epoch all processes take a window of the limit (benchmarks/l
 of as many steps: so each epoch of the stage has one shortly before and one shortly
 after it. LIMITS is `bare`, or `ddp` to take a window with DDP, too. FILE gets the
 counts and the windows of rank 0, as JSON.
+
+With `memory` in place of LIMITS there are no windows. The memory is then what the
+process takes beyond its imports, in two steps in which the C library gives back what
+is freed: otherwise the peak is that of its heap, which the order of the sizes decides.
 """
 
+import ctypes
 import functools
 import gc
 import itertools
@@ -32,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import limit
+from common import launch
 from common import meters
 from common.args import ArgumentParser
 
@@ -108,6 +114,12 @@ def between_steps(first, last, begin, end):
     register_optimizer_step_post_hook(after_step)
 
 
+def peak_bytes():
+    """Return the most memory that this process has taken so far."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
 def count_steps(results):
     """Have this process count what happens between the two steps, into `results`."""
     profiler = torch.profiler.profile(
@@ -122,9 +134,7 @@ def count_steps(results):
     def end():
         waits.__exit__(None, None, None)
         profiler.stop()
-        scale = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-        results["bytes"] = peak
+        results["bytes"] = peak_bytes()
         results["gpu_bytes"] = None
         if torch.cuda.is_available():
             results["gpu_bytes"] = torch.cuda.max_memory_allocated()
@@ -169,11 +179,36 @@ def interleave(results, path, get_args, with_ddp):
     meters.progress = interleaved
 
 
+def measure_memory(results, path):
+    """Have this process count what the first two steps take, and rank 0 write it all.
+
+    The steps that are counted come after them, as the profiler takes memory, too.
+    """
+    before = peak_bytes()
+    keep_freed_memory = launch.keep_freed_memory
+    launch.keep_freed_memory = lambda: None
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(launch.M_MMAP_THRESHOLD, 2**16)
+
+    def take_peak():
+        results["bytes_of_steps"] = peak_bytes() - before
+        keep_freed_memory()  # from here on as the stage does, and as fast
+
+    def write():
+        if is_main_process():
+            Path(path).write_text(json.dumps(results))
+
+    between_steps(FIRST, LAST + 1, take_peak, write)
+
+
 def instrument(path, limits, get_args):
     """Have this process count and interleave; rank 0 writes the results to `path`."""
     results = {"limit": {}, "per_step": None}
+    if limits == "memory":
+        measure_memory(results, path)  # before the profiler is started
     count_steps(results)
-    interleave(results, path, get_args, with_ddp=limits == "ddp")
+    if limits != "memory":
+        interleave(results, path, get_args, with_ddp=limits == "ddp")
 
 
 def in_child(path, limits, function, rank, args, *others):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from benchmarks import compare
+from benchmarks import compare_text
 from benchmarks import limit
 from benchmarks import report
 from common import data
@@ -22,6 +23,7 @@ from tools.stages import stages
 from tools.stages import trains_on_text
 
 COMPARE = ROOT / "benchmarks/compare.py"
+COMPARE_TEXT = ROOT / "benchmarks/compare_text.py"
 STORED = ROOT / "benchmarks/two_cores.json"
 
 
@@ -140,6 +142,37 @@ def test_the_collectives_are_counted(args, several):
     assert counted["per_step"] == {"all_reduce": {"calls": 1, "bytes": size}}
 
 
+def test_language_models_are_compared_at_one_work(several, device, tmp_path):
+    """Stage 12 with one block: gathered for forward and backward, or for both."""
+    path = tmp_path / "results.json"
+    flags = ["12_fsdp", "--width", "8", "--depth", "1", "--heads", "2"]
+    flags += ["--batch-size", str(2 * several), "--processes", str(several)]
+    flags += ["--epochs", "2", "--rounds", "1", "--device", device, "--json", path]
+    done = run([sys.executable, "-m", "benchmarks.compare_text", *flags], tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert done.stdout == compare_text.show(result) + "\n"
+    variants = ["12_fsdp", "12_fsdp --keep-unsharded"]
+    assert [row["stage"] for row in result["stages"]] == variants
+    for row in result["stages"]:
+        assert row["processes"] == several and row["tokens_per_s"]["least"] > 0
+        assert 0 < row["bytes"]["least"] < 2**30
+    counted = [result["counted"][name] for name in variants]
+    gathers = [one["per_step"]["all_gather"]["calls"] for one in counted]
+    assert gathers == [3, 2] and counted[0]["waits_per_step"] == 1
+
+
+def test_a_text_of_ten_steps_has_ten(monkeypatch, tmp_path):
+    for batch_size, length in ((8, 16), (2, 1), (4, 1024)):
+        words = ["--batch-size", str(batch_size), "--context-length", str(length)]
+        monkeypatch.setattr(sys, "argv", [str(COMPARE_TEXT), *words, "--processes=1"])
+        args = compare_text.parse_args()
+        args.text_file = tmp_path / "text"
+        args.text_file.write_bytes(compare_text.text_of_ten_steps(args))
+        train_set, _ = data.load_text(args)
+        assert len(train_set) // batch_size == 10
+
+
 def test_the_readme_shows_what_is_stored():
     result = json.loads(STORED.read_text())
     on_images = [stage for stage in stages() if not trains_on_text(stage)]
@@ -152,21 +185,25 @@ def test_the_readme_shows_what_is_stored():
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("script", "flags", "named"),
     [
-        (["--epochs", "2"], "--epochs"),
-        (["--images", "300"], "--images 300"),
-        (["--batch-size", "61"], "--batch-size 61"),
-        (["08"], "there is no stage 08; the stages are"),
-        (["--processes", "0"], "--processes"),
-        (["--show", "nowhere.json"], "nowhere.json"),
+        (COMPARE, ["--epochs", "2"], "--epochs"),
+        (COMPARE, ["--images", "300"], "--images 300"),
+        (COMPARE, ["--batch-size", "61"], "--batch-size 61"),
+        (COMPARE, ["08"], "there is no stage 08; the stages are"),
+        (COMPARE, ["--processes", "0"], "--processes"),
+        (COMPARE, ["--show", "nowhere.json"], "nowhere.json"),
+        (COMPARE_TEXT, ["--epochs", "1"], "--epochs"),
+        (COMPARE_TEXT, ["--text-file", str(ROOT / "LICENSE")], "8 steps"),
+        (COMPARE_TEXT, ["--batch-size", "9", "--processes", "1", "2"], "--batch-size"),
+        (COMPARE_TEXT, ["03_ddp_launch"], "there is no stage 03_ddp_launch"),
     ],
 )
-def test_bad_input_gets_one_line(flags, named, tmp_path):
-    done = fork(COMPARE, [*flags, "--json", tmp_path / "x.json"], tmp_path / "screen")()
+def test_bad_input_gets_one_line(script, flags, named, tmp_path):
+    done = fork(script, [*flags, "--json", tmp_path / "x.json"], tmp_path / "screen")()
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("compare.py: error: ") and named in line
+    assert line.startswith(f"{script.name}: error: ") and named in line
     assert not (tmp_path / "x.json").exists()
 
 

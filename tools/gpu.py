@@ -6,7 +6,8 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     stages     every stage on one GPU, in float32, float64, bf16, fp16 and twice
     tests      the tests of the scripts, with --device cuda
     failures   the tests of dying ranks, resuming and preemption, with --device cuda
-    benchmark  01, 03 and 05 with resnet50 on images of 224 px, and resnet18 on 32 px
+    benchmark  01, 03 and 05 with resnet50 on images of 224 px, and resnet18 on 32 px;
+               the language models, with 200 million weights
     probe      a step's variants, repeatability, copies and loaders
 
 It needs torch 2.11 or later and pytest, but no internet and no Jupyter: run it with the
@@ -57,6 +58,8 @@ VARIANTS = (
 )
 LARGE = ["--arch", "resnet50", "--image-size", "224", "--batch-size", "256"]
 CIFAR = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "1024"]
+GPT = ["--width", "1024", "--depth", "16", "--heads", "16", "--context-length", "1024"]
+GPT += ["--amp", "bf16"]
 
 
 def parse_args():
@@ -215,7 +218,7 @@ def run_tests(part, args, report):
 
 
 def benchmark(args, report):
-    """Run the benchmark on two kinds of work; return whether it ran."""
+    """Run the benchmark on three kinds of work; return whether it ran."""
     good = True
     works = {"resnet50": LARGE, "resnet18": CIFAR}
     variants = {
@@ -236,6 +239,13 @@ def benchmark(args, report):
             good &= code == 0
             report(f"\n{name}, {variant}: exit code {code}")
             report("\n".join(line for line in text.splitlines() if "round" not in line))
+    flags = ["--width", "8", "--epochs", "2"] if args.dry_run else GPT
+    path = args.out_dir / "benchmark-gpt.json"
+    words = [*flags, "--processes", "1", "--rounds", "1", "--device", args.device]
+    start = [sys.executable, "-m", "benchmarks.compare_text", *words]
+    code, text = run([*start, "--json", str(path.resolve())], 180)
+    good &= code == 0
+    report(f"\nGPT: exit code {code}\n{text}")
     return good
 
 
