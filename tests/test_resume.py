@@ -23,6 +23,7 @@ from common.checkpointer import HARMLESS_FLAGS
 from common.loader import collate
 from common.loader import skip_first_batches
 from nbtools.lesson import max_abs_diff
+from tests.conftest import swept_unless
 from tests.fault_injection import killed_at
 from tests.fault_injection import no_large_files
 from tests.fault_injection import no_step
@@ -33,6 +34,7 @@ from tests.harness import counts
 from tests.harness import kill
 from tests.harness import little_work
 from tests.harness import ranks
+from tests.harness import shards_the_weights
 from tests.harness import started
 from tests.harness import wait_until
 from tests.resume_faults import blind_and_broadcasts_printed
@@ -285,31 +287,36 @@ def stopped_at_36(device, tmp_path_factory):
     """Return a function: a float64 run on some processes that was killed in step 37."""
     runs = {}
 
-    def get(processes):
-        if processes not in runs:
+    def get(processes, stage=STAGE):
+        if (stage, processes) not in runs:
             folder = tmp_path_factory.mktemp(f"on-{processes}")
-            run = Run(STAGE, folder, device, *DOUBLE, *EVERY_4, processes=processes)
+            flags = (*DOUBLE, *EVERY_4, *little_work(stage).flags)
+            run = Run(stage, folder, device, *flags, processes=processes)
             run.go(prepare=functools.partial(signalled, 37, "SIGKILL"))
             assert run.latest() == 36
-            runs[processes] = run
-        return runs[processes]
+            runs[stage, processes] = run
+        return runs[stage, processes]
 
     return get
 
 
 PAIRS = list(itertools.product(range(1, 5), repeat=2))
-FEW_PAIRS = [(3, 3), (3, 2)]
+# Those that shard the weights are on several numbers of processes in test_fsdp.py, too.
+FEW = [(STAGE, 3, 3), (STAGE, 3, 2)]
+FEW += [(stage, 3, 3) for stage in STAGES if shards_the_weights(stage)]
 
 
 @pytest.mark.parametrize(
-    "before, after",
+    "stage, before, after",
     [
-        pytest.param(*pair, marks=[] if pair in FEW_PAIRS else pytest.mark.sweep)
+        swept_unless((stage, *pair) in FEW, stage, *pair)
+        for stage in STAGES
+        if stage == STAGE or shards_the_weights(stage)
         for pair in PAIRS
     ],
 )
 def test_a_run_resumes_on_any_number_of_processes(
-    before, after, trained, stopped_at_36, device, tmp_path
+    stage, before, after, trained, stopped_at_36, device, tmp_path
 ):
     """On as many as before it differs in no bit, on others by rounding only.
 
@@ -319,20 +326,22 @@ def test_a_run_resumes_on_any_number_of_processes(
     if max(before, after) not in counts(device):
         pytest.skip(f"{max(before, after)} processes need as many GPUs")
     for name in ("checkpoints", "out"):
-        shutil.copytree(stopped_at_36(before).folder / name, tmp_path / name)
-    run = Run(STAGE, tmp_path, device, *DOUBLE, *EVERY_4, processes=after)
+        shutil.copytree(stopped_at_36(before, stage).folder / name, tmp_path / name)
+    work = little_work(stage)
+    flags = (*DOUBLE, *work.flags)
+    run = Run(stage, tmp_path, device, *flags, *EVERY_4, processes=after)
     done = run.go()
     assert exit_codes(done) == [0] * after
     assert resumed_from(done[0].stdout) == [36]
-    reference = uninterrupted(trained, STAGE, before, *DOUBLE)
+    reference = uninterrupted(trained, stage, before, *flags)
     if before == after:
         assert_same(run.out_dir, reference)
     assert max_abs_diff(run.out_dir / "last.pt", reference.weights) <= 1e-10
     ours, theirs = rows(run.out_dir), rows(reference.weights.parent)
     assert [row["epoch"] for row in ours] == [1, 2]
-    for part, images in (("train", 1500), ("val", 297)):
+    for part, targets in (("train", work.train), ("val", work.val)):
         for one, other in zip(ours, theirs, strict=True):
-            assert one[part]["count"] == images
+            assert one[part]["count"] == targets
             assert one[part] == pytest.approx(other[part], abs=1e-10)
     run.assert_no_step_is_lost_or_doubled(50)
 
