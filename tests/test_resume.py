@@ -180,7 +180,7 @@ def temporary_files(run):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="rank 0 is killed while it writes a checkpoint, weights or metrics",
     sees="the next run says `resumed from step`; every file has its old contents or its"
     " new ones, and resuming removes the temporary file",
@@ -240,7 +240,7 @@ def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
 
 # ---- torchrun's restarts -------------------------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="one rank or all of them are killed, under `--max-restarts=3`",
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then"
     " `resumed from step`; exit code 0 in the end",
@@ -393,7 +393,7 @@ def assert_refused(run, done, named):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the checkpoints were written with another learning rate, batch, model, seed,"
     " number of epochs, or any other flag that can change the weights",
     sees="`train.py: error: --checkpoint-dir: ... was written with --..., not ...; use"
@@ -412,7 +412,7 @@ def test_a_run_with_other_flags_is_refused_by_all_ranks(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="no checkpoint in the directory can be read",
     sees="`train.py: error: --checkpoint-dir: no checkpoint can be read, not even ...`;"
     " exit code 2",
@@ -431,7 +431,7 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="`--checkpoint-dir` is on a disk that one of the nodes does not see",
     sees="`train.py: error: --checkpoint-dir: ... must be on a disk that every node"
     " sees`, from the ranks on that node; exit code 2",
@@ -495,7 +495,7 @@ def test_evaluate_does_not_look_at_the_checkpoints(stopped, trained):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the training set has another size, or torch another version, than when the"
     " checkpoint was written",
     sees="`warning: ... was written with torch_version ..., not ...`, once",
@@ -515,7 +515,7 @@ def test_another_torch_version_is_a_warning(stopped, fault):
 
 # ---- corrupt checkpoints and full disks ----------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the latest checkpoint is corrupt, or another file has its name",
     sees="`skipping corrupt checkpoint ...step-...pt (...)`; the run is resumed from"
     " the one before",
@@ -544,7 +544,7 @@ def test_corrupt_checkpoints_are_skipped(stopped, trained, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="a checkpoint cannot be written because the disk is full",
     sees="`step ...: checkpoint not written (...)`; the training continues",
     seconds=60,
