@@ -271,7 +271,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
 
 
 @pytest.mark.fault(
-    stages="05 to 11",
+    stages="05 to 12",
     what="the loss is not finite, on one rank or on all, or a gradient overflows and"
     " there is no loss scale to lower",
     sees="`FloatingPointError: rank 1, step ...: gradient not finite, loss nan`; exit"

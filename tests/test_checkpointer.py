@@ -21,6 +21,7 @@ from common.checkpointer import HARMLESS_FLAGS
 from common.checkpointer import PARTS
 from common.checkpointer import Checkpointer
 from tests.harness import load_stage
+from tests.harness import shards_the_weights
 from tests.resume_harness import step_of
 from tools.stages import stages
 from tools.stages import trains_on_text
@@ -33,6 +34,7 @@ COMPARED_WITH_IMAGES = {
     *("data", "image_size", "images", "arch", "pretrained", "memory_format"),
 }
 COMPARED_WITH_TEXT = {"text_file", "context_length", "width", "depth", "heads"}
+COMPARED_WITH_SHARDS = {"keep_unsharded"}
 ONLY_WITH_IMAGES, ONLY_WITH_TEXT = {"data_dir", "download"}, {"sample"}
 SUMS = torch.arange(8, dtype=torch.float64).reshape(2, 4)
 
@@ -75,6 +77,20 @@ def test_what_was_saved_is_restored(tmp_path):
         assert torch.equal(saved.weight, restored.weight)
         assert torch.equal(saved.bias, restored.bias)
     assert not torch.equal(first.parts["model"].weight, first.parts["scaler"].weight)
+
+
+def test_a_process_that_does_not_write_asks_for_the_state_all_the_same(tmp_path):
+    """Since each process may have a part of it, which it hands over then."""
+    first, second = make(tmp_path), make(tmp_path)
+    asked = []
+    for name in PARTS:
+        second.parts[name].state_dict = lambda name=name: asked.append(name)
+    first.save(7, SUMS)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    second.save(8, SUMS, write=False)
+    assert asked == list(PARTS)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert second.minutes_since_save() < 1
 
 
 def test_without_checkpoint_dir_nothing_is_saved_or_found(tmp_path, monkeypatch):
@@ -156,6 +172,8 @@ def test_every_flag_is_compared_unless_it_is_harmless(
     args = load_stage(stage).parse_args()
     if trains_on_text(stage):
         compared = COMPARED_FLAGS | COMPARED_WITH_TEXT
+        if shards_the_weights(stage):
+            compared = compared | COMPARED_WITH_SHARDS
         harmless = HARMLESS_FLAGS - ONLY_WITH_IMAGES
     else:
         compared = COMPARED_FLAGS | COMPARED_WITH_IMAGES

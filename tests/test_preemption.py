@@ -84,7 +84,7 @@ SIGNALS = [
 
 
 @pytest.mark.fault(
-    stages="10, 11",
+    stages="10 to 12",
     what="SIGTERM or SIGUSR1 to any rank while it trains, from Slurm, from Kubernetes"
     " or by hand",
     sees="all ranks end after the same step, with a checkpoint and exit code 143 or"
@@ -160,7 +160,7 @@ MOMENTS = {
 
 
 @pytest.mark.fault(
-    stages="10, 11",
+    stages="10 to 12",
     what="SIGTERM or SIGUSR1 while the run loads or evaluates",
     sees="it ends at once; the next run says `resumed from step`",
     seconds=60,

@@ -23,6 +23,7 @@ from common.checkpointer import HARMLESS_FLAGS
 from common.loader import collate
 from common.loader import skip_first_batches
 from nbtools.lesson import max_abs_diff
+from tests.conftest import swept_unless
 from tests.fault_injection import killed_at
 from tests.fault_injection import no_large_files
 from tests.fault_injection import no_step
@@ -33,6 +34,7 @@ from tests.harness import counts
 from tests.harness import kill
 from tests.harness import little_work
 from tests.harness import ranks
+from tests.harness import shards_the_weights
 from tests.harness import started
 from tests.harness import wait_until
 from tests.resume_faults import blind_and_broadcasts_printed
@@ -178,7 +180,7 @@ def temporary_files(run):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="rank 0 is killed while it writes a checkpoint, weights or metrics",
     sees="the next run says `resumed from step`; every file has its old contents or its"
     " new ones, and resuming removes the temporary file",
@@ -238,7 +240,7 @@ def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
 
 # ---- torchrun's restarts -------------------------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="one rank or all of them are killed, under `--max-restarts=3`",
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then"
     " `resumed from step`; exit code 0 in the end",
@@ -285,31 +287,36 @@ def stopped_at_36(device, tmp_path_factory):
     """Return a function: a float64 run on some processes that was killed in step 37."""
     runs = {}
 
-    def get(processes):
-        if processes not in runs:
+    def get(processes, stage=STAGE):
+        if (stage, processes) not in runs:
             folder = tmp_path_factory.mktemp(f"on-{processes}")
-            run = Run(STAGE, folder, device, *DOUBLE, *EVERY_4, processes=processes)
+            flags = (*DOUBLE, *EVERY_4, *little_work(stage).flags)
+            run = Run(stage, folder, device, *flags, processes=processes)
             run.go(prepare=functools.partial(signalled, 37, "SIGKILL"))
             assert run.latest() == 36
-            runs[processes] = run
-        return runs[processes]
+            runs[stage, processes] = run
+        return runs[stage, processes]
 
     return get
 
 
 PAIRS = list(itertools.product(range(1, 5), repeat=2))
-FEW_PAIRS = [(3, 3), (3, 2)]
+# Those that shard the weights are on several numbers of processes in test_fsdp.py, too.
+FEW = [(STAGE, 3, 3), (STAGE, 3, 2)]
+FEW += [(stage, 3, 3) for stage in STAGES if shards_the_weights(stage)]
 
 
 @pytest.mark.parametrize(
-    "before, after",
+    "stage, before, after",
     [
-        pytest.param(*pair, marks=[] if pair in FEW_PAIRS else pytest.mark.sweep)
+        swept_unless((stage, *pair) in FEW, stage, *pair)
+        for stage in STAGES
+        if stage == STAGE or shards_the_weights(stage)
         for pair in PAIRS
     ],
 )
 def test_a_run_resumes_on_any_number_of_processes(
-    before, after, trained, stopped_at_36, device, tmp_path
+    stage, before, after, trained, stopped_at_36, device, tmp_path
 ):
     """On as many as before it differs in no bit, on others by rounding only.
 
@@ -319,20 +326,22 @@ def test_a_run_resumes_on_any_number_of_processes(
     if max(before, after) not in counts(device):
         pytest.skip(f"{max(before, after)} processes need as many GPUs")
     for name in ("checkpoints", "out"):
-        shutil.copytree(stopped_at_36(before).folder / name, tmp_path / name)
-    run = Run(STAGE, tmp_path, device, *DOUBLE, *EVERY_4, processes=after)
+        shutil.copytree(stopped_at_36(before, stage).folder / name, tmp_path / name)
+    work = little_work(stage)
+    flags = (*DOUBLE, *work.flags)
+    run = Run(stage, tmp_path, device, *flags, *EVERY_4, processes=after)
     done = run.go()
     assert exit_codes(done) == [0] * after
     assert resumed_from(done[0].stdout) == [36]
-    reference = uninterrupted(trained, STAGE, before, *DOUBLE)
+    reference = uninterrupted(trained, stage, before, *flags)
     if before == after:
         assert_same(run.out_dir, reference)
     assert max_abs_diff(run.out_dir / "last.pt", reference.weights) <= 1e-10
     ours, theirs = rows(run.out_dir), rows(reference.weights.parent)
     assert [row["epoch"] for row in ours] == [1, 2]
-    for part, images in (("train", 1500), ("val", 297)):
+    for part, targets in (("train", work.train), ("val", work.val)):
         for one, other in zip(ours, theirs, strict=True):
-            assert one[part]["count"] == images
+            assert one[part]["count"] == targets
             assert one[part] == pytest.approx(other[part], abs=1e-10)
     run.assert_no_step_is_lost_or_doubled(50)
 
@@ -384,7 +393,7 @@ def assert_refused(run, done, named):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the checkpoints were written with another learning rate, batch, model, seed,"
     " number of epochs, or any other flag that can change the weights",
     sees="`train.py: error: --checkpoint-dir: ... was written with --..., not ...; use"
@@ -403,7 +412,7 @@ def test_a_run_with_other_flags_is_refused_by_all_ranks(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="no checkpoint in the directory can be read",
     sees="`train.py: error: --checkpoint-dir: no checkpoint can be read, not even ...`;"
     " exit code 2",
@@ -422,7 +431,7 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="`--checkpoint-dir` is on a disk that one of the nodes does not see",
     sees="`train.py: error: --checkpoint-dir: ... must be on a disk that every node"
     " sees`, from the ranks on that node; exit code 2",
@@ -486,7 +495,7 @@ def test_evaluate_does_not_look_at_the_checkpoints(stopped, trained):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the training set has another size, or torch another version, than when the"
     " checkpoint was written",
     sees="`warning: ... was written with torch_version ..., not ...`, once",
@@ -506,7 +515,7 @@ def test_another_torch_version_is_a_warning(stopped, fault):
 
 # ---- corrupt checkpoints and full disks ----------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="the latest checkpoint is corrupt, or another file has its name",
     sees="`skipping corrupt checkpoint ...step-...pt (...)`; the run is resumed from"
     " the one before",
@@ -535,7 +544,7 @@ def test_corrupt_checkpoints_are_skipped(stopped, trained, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 11",
+    stages="09 to 12",
     what="a checkpoint cannot be written because the disk is full",
     sees="`step ...: checkpoint not written (...)`; the training continues",
     seconds=60,

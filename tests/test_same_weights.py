@@ -19,6 +19,7 @@ from tests.harness import fork_ranks
 from tests.harness import free_port
 from tests.harness import little_work
 from tests.harness import run
+from tests.harness import shards_the_weights
 from tests.harness import started
 from tests.harness import train_in_forks
 from tools.stages import ROOT
@@ -32,7 +33,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 # Without --all: every stage on two processes, and one more number for some stages.
-MORE = (("03", 1), ("07", 3), ("10", 4), ("11", 3))
+MORE = (("03", 1), ("07", 3), ("10", 4), ("11", 3), ("12", 3))
 PAIRS = [
     swept_unless(n == 2 or (stage[:2], n) in MORE, stage, n)
     for stage in LAUNCHED
@@ -83,11 +84,17 @@ def first_launched(stage):
 def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
     stage, trained, several
 ):
-    """In float32: no mixed precision, one micro-batch, no checkpoints, no signal."""
+    """In float32: no mixed precision, one micro-batch, no checkpoints, no signal.
+
+    FSDP2 adds up the gradients in another order than DDP, and norms of shards in place
+    of norms of weights. After 50 steps on 2 to 4 processes 3.8e-5 to 6.7e-5 were
+    measured; on one process no bit differs, which test_fsdp.py shows.
+    """
     flags = ("--epochs", "2", *little_work(stage).flags)
     first = trained(first_launched(stage), several, *flags, how=train_in_forks)
     done = trained(stage, several, *flags, how=train_in_forks)
-    assert max_abs_diff(done.weights, first.weights) == 0
+    most = 3e-4 if shards_the_weights(stage) and several > 1 else 0
+    assert max_abs_diff(done.weights, first.weights) <= most
     if int(stage[:2]) < 7:
         assert done.epochs == first.epochs
     else:  # the loss is added up in another order
@@ -115,6 +122,7 @@ def test_two_launchers_as_on_two_machines(alone, two, device, tmp_path):
 
 
 LAUNCHED_BY_DEFAULT = {"01_single_gpu", *LAUNCHERS, *map(reference, stages())}
+LAUNCHED_BY_DEFAULT |= set(filter(shards_the_weights, stages()))
 
 
 @pytest.mark.parametrize(
