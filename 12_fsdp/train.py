@@ -273,7 +273,7 @@ def train_one_epoch(
         loss = accumulate_gradients(args, model, batch, scaler, meter)
         scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        norm = norm.full_tensor()  # [12] each rank has only the norm of its own shards
+        norm = norm.full_tensor()  # [12] a DTensor, as the gradients are
         # [05] waits for the device; the same on all ranks, as gradients are averaged
         if norm.isfinite():
             scaler.step(optimizer)
