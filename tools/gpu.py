@@ -44,7 +44,7 @@ SECONDS = 540  # of a part; a machine that is lent by the call often allows 600
 TESTS = {
     "tests": (
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
-        *("accumulation", "bad_input", "benchmark", "waits"),
+        *("accumulation", "bad_input", "benchmark", "waits", "fsdp"),
     ),
     "failures": ("rank_failures", "checkpointer", "resume", "preemption"),
 }
