@@ -348,7 +348,7 @@ def evaluate(args, model, loader):
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def shard(args, model):
+def shard_model(args, model):
     """Leave this process a part of each weight; FSDP gathers the others when needed."""
     mesh = dist.init_device_mesh(args.device.type, (dist.get_world_size(),))
     dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
@@ -377,7 +377,7 @@ def run(args):
     model.to(args.dtype)  # [12] in CPU memory; fully_shard moves a block at a time
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
-    shard(args, model)  # [12] before the optimizer, which has to update the shards
+    shard_model(args, model)  # [12] before the optimizer, which must update the shards
     if args.evaluate:
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
         return 0

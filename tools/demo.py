@@ -45,7 +45,7 @@ def train(stage, processes, out_dir):
     """Train a stage by its own command; return the last row of its metrics.jsonl."""
     flags = ["--dtype", "float64"]
     if trains_on_text(stage):
-        flags += ["--epochs", "2"]  # of ten seconds; those of the images take two
+        flags += ["--epochs", "1"]  # of ten seconds; those of the images take two
     print(f"\n{stage}: {shown_commands(stage)[-1]} {' '.join(flags)}", flush=True)
     done = subprocess.run(
         [*command(stage, processes), *flags, "--out-dir", out_dir],
@@ -92,8 +92,8 @@ def main():
         print(COLUMNS.format(*row))
     print(
         "\nvs 01: the largest absolute difference, at the end, between the weights and"
-        "\nthose of stage 01, or of the first language model, which trains for two"
-        "\nepochs. images/s, or tokens/s: in training in float64, last epoch, this"
+        "\nthose of stage 01, or of the first language model, which trains for one"
+        "\nepoch. images/s, or tokens/s: in training in float64, last epoch, this"
         "\nmachine; it is not a benchmark."
     )
 

@@ -68,7 +68,7 @@ def train_one_epoch(args, model, loader, optimizer, device):
     return norm.full_tensor()
 
 
-@torch.no_grad()  # not inference_mode: after it, the next training step fails
+@torch.no_grad()  # inference_mode before the first step makes that step fail
 def evaluate(args, model, loader, device):
     model.eval()
     loss_sum, correct, seen = 0.0, 0, 0
