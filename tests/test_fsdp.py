@@ -241,7 +241,7 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
     local = batch_size // processes
     assert -(-most // local) == -(-fewest // local) + 1
     flags = [*work.flags, "--batch-size", str(batch_size), "--epochs", "1"]
-    flags += ["--dtype", "float64", "--device", device]
+    flags += ["--dtype", "float64", "--device", device, "--timeout", "30"]
     first, second = tmp_path / "first.pt", tmp_path / "second.pt"
     own = [*flags, "--save-logits", first, "--sample", "0"]
     done = train_in_forks(stage, processes, own, tmp_path)
