@@ -84,7 +84,7 @@ def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
     module.is_main_process = lambda: False  # it shows no progress
     torch.manual_seed(0)
     model = GPT(256, CONTEXT, args.width, args.depth, args.heads).to(dtype)
-    module.shard(args, model)
+    module.shard_model(args, model)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), 3e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
