@@ -1,16 +1,15 @@
 """How do I compute a contrastive loss (SimCLR, CLIP) over the samples of all GPUs?
 
-Gather the embeddings of all ranks, and compare the own ones with all of them. But what
-`dist.all_gather` returns has no graph, so the gradients lack what the samples of one
-rank contribute to the losses of the others: `Gather` sends it back. If you only put the
-own embeddings back among the gathered ones, compute the loss of all samples on every
-rank and multiply it by the number of ranks, by which DDP divides the gradients.
+Gather the embeddings of all ranks, and let each rank compute the loss of its samples
+against all of them. The output of `dist.all_gather` has no graph, so the gradient lacks
+what a sample does to the losses of the other ranks: `Gather` sends that back. Or put
+the rank's embeddings back into the gathered ones and compute the loss of all samples;
+then multiply it by the number of ranks, because DDP divides the gradient by it.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
-the gradient, compared with one process's that has all samples:
-dist.all_gather, the loss of the own samples: wrong
-Gather, the loss of the own samples: equal
-own put back, the loss of all samples: 1/2 of it
+dist.all_gather, local loss: not a multiple of one process's gradient
+Gather, local loss: 1.000 times one process's gradient
+put_back, global loss: 0.500 times one process's gradient
 """
 
 import gc
@@ -19,12 +18,10 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.functional import normalize
 
 
 class Gather(torch.autograd.Function):
-    """Concatenate the tensors of all ranks; the gradients find their way back."""
+    """Concatenate the tensors of all ranks; gradients flow back to them."""
 
     @staticmethod
     def forward(ctx, tensor):  # noqa: ARG004
@@ -33,7 +30,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # noqa: ARG004
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient)  # what all ranks' losses say of all embeddings
+        dist.all_reduce(gradient)  # the sum over the losses of all ranks
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -45,22 +42,19 @@ def gather(tensor):
 
 
 def put_back(tensor):
-    """Concatenate the tensors of all ranks, of which the own one has a graph."""
-    parts = list(gather(tensor.detach()).chunk(dist.get_world_size()))
-    parts[dist.get_rank()] = tensor
-    return torch.cat(parts)
+    """Concatenate the tensors of all ranks; this rank's keeps its graph."""
+    together, first = gather(tensor), dist.get_rank() * len(tensor)
+    together[first : first + len(tensor)] = tensor
+    return together
 
 
-def contrast(a, b, all_a, all_b, first=0):
-    """Sample i of `a` belongs to sample i of `b`: the loss of finding each other."""
+def contrast(a, b, together, of_all):
+    """Return the loss of finding the partners of all samples, or of this rank's."""
+    all_a, all_b = together(a), together(b)
+    a, b, first = (all_a, all_b, 0) if of_all else (a, b, dist.get_rank() * len(a))
     target = torch.arange(first, first + len(a), device=a.device)
-    found_b = cross_entropy(10 * a @ all_b.T, target)
-    return (found_b + cross_entropy(10 * b @ all_a.T, target)) / 2
-
-
-def log(text):
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+    logits = torch.stack([10 * a @ all_b.T, 10 * b @ all_a.T], dim=2)
+    return nn.functional.cross_entropy(logits, target[:, None].expand(-1, 2))
 
 
 def main():
@@ -75,35 +69,29 @@ def main():
     torch.manual_seed(0)
     model = nn.Linear(16, 4, dtype=torch.float64).to(device)
     pairs = torch.randn(2, 12, 16, dtype=torch.float64).to(device)
-    own = slice(first := 12 // world_size * rank, first + 12 // world_size)
+    own = pairs.chunk(world_size, dim=1)[rank]
 
-    def gradient(network, inputs, loss):
+    def gradient(network, inputs, together, of_all):
         model.zero_grad()
-        loss(*normalize(network(inputs), dim=-1)).backward()
+        a, b = nn.functional.normalize(network(inputs), dim=-1)
+        contrast(a, b, together, of_all).backward()
         return model.weight.grad.clone()
 
-    right = gradient(model, pairs, lambda a, b: contrast(a, b, a, b))
+    whole = gradient(model, pairs, lambda tensor: tensor, True)
     wrapped = nn.parallel.DistributedDataParallel(model)
-
-    def off(loss, factor=1):
-        """Return how far DDP's gradient, multiplied, is from one process's."""
-        difference = factor * gradient(wrapped, pairs[:, own], loss) - right
-        return difference.abs().max().item()
-
-    def of_own(a, b, together):
-        return contrast(a, b, together(a), together(b), first)
-
-    def of_all(a, b):
-        a, b = put_back(a), put_back(b)
-        return contrast(a, b, a, b)
-
-    log("the gradient, compared with one process's that has all samples:")
-    assert off(lambda a, b: of_own(a, b, gather)) > 1e-3 or world_size == 1
-    log("dist.all_gather, the loss of the own samples: wrong")
-    assert off(lambda a, b: of_own(a, b, Gather.apply)) < 1e-12
-    log("Gather, the loss of the own samples: equal")
-    assert off(of_all, factor=world_size) < 1e-12
-    log(f"own put back, the loss of all samples: 1/{world_size} of it")
+    for name, together, of_all, factor in (
+        ("dist.all_gather, local loss", gather, False, None),
+        ("Gather, local loss", Gather.apply, False, 1),
+        ("put_back, global loss", put_back, True, 1 / world_size),
+    ):
+        found = gradient(wrapped, own, together, of_all)
+        ratio = ((found * whole).sum() / whole.square().sum()).item()
+        multiple = (found - ratio * whole).abs().max() < 1e-12
+        text = f"{ratio:.3f} times" if multiple else "not a multiple of"
+        if rank == 0:
+            print(f"{name}: {text} one process's gradient")
+        assert multiple == (factor is not None)
+        assert not multiple or abs(ratio - factor) < 1e-12
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 Nothing divides an IterableDataset: it has no length, so a DistributedSampler cannot be
 used with it, and every worker of every rank reads all of it. Each reader has to skip
-the samples of the others, as `Sharded` does for any IterableDataset. The ranks then may
-have different numbers of batches, so that some would wait forever in the last one;
-`join` answers for a rank that has no more batches.
+the samples of the others, as `Sharded` does for any IterableDataset. If the ranks then
+have different numbers of batches, some wait for the others after the last one: `join`
+lets a rank without batches answer the others' all-reduces.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
-as it is: every sample is read 4 time(s)
-sharded: every sample is read 1 time(s)
+Stream: every sample is read 4 time(s)
+Sharded: every sample is read 1 time(s)
 batches per rank: [7, 6]
 join: 25 samples trained, the same weights on all ranks
 """
@@ -45,8 +45,7 @@ class Sharded(IterableDataset):
         info = get_worker_info()  # None with num_workers=0
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         reader, readers = self.rank * workers + worker, self.world_size * workers
-        # Skipping still reads. With many files, give each reader files of its own:
-        # files[reader::readers]
+        # This reads what it skips. If there are many files: files[reader::readers].
         return itertools.islice(self.dataset, reader, None, readers)
 
 
@@ -56,7 +55,6 @@ def log(text):
 
 
 def from_all_ranks(value):
-    """Return the list of the values of all ranks, on each of them."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -71,14 +69,13 @@ def main():
     else:
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    stream = Stream()
-    sharded = Sharded(stream, rank, world_size)
-    for name, dataset in (("as it is", stream), ("sharded", sharded)):
+    sharded = Sharded(Stream(), rank, world_size)
+    for dataset, times in ((Stream(), 2 * world_size), (sharded, 1)):
         batches = list(DataLoader(dataset, batch_size=2, num_workers=2))
         own = [sample.item() for batch in batches for sample in batch]
         reads = Counter(itertools.chain.from_iterable(from_all_ranks(own)))
-        assert reads == {n: 1 if dataset is sharded else 2 * world_size for n in range(25)}
-        log(f"{name}: every sample is read {reads[0]} time(s)")
+        assert reads == dict.fromkeys(range(25), times)
+        log(f"{type(dataset).__name__}: every sample is read {times} time(s)")
     log(f"batches per rank: {from_all_ranks(len(batches))}")
 
     model = nn.Linear(1, 1, dtype=torch.float64, device=device)

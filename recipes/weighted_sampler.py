@@ -38,14 +38,13 @@ class Dealt(Sampler):
     def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self):
+    def __len__(self):  # the same on all ranks: otherwise some have one batch more
         return len(self.sampler) // self.world_size
 
     def __iter__(self):
         # Otherwise every rank makes draws of its own, or every epoch has the same ones.
         self.sampler.generator.manual_seed(self.seed + self.epoch)
         draws = list(self.sampler)
-        # The same number for every rank: otherwise some wait for the others at the end.
         return iter(draws[self.rank :: self.world_size][: len(self)])
 
 
