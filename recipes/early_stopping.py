@@ -79,7 +79,7 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=8))
     everybody = [None] * dist.get_world_size()
     for should_stop in (by_all_shards, as_rank_0_says, by_own_shard):
         dist.all_gather_object(everybody, train(should_stop, device, group))

@@ -1,10 +1,10 @@
 """Why does my IterableDataset return duplicated data with DDP and several workers?
 
-Nothing divides an IterableDataset: it has no length, so a DistributedSampler cannot be
-used with it, and every worker of every rank reads all of it. Each reader has to skip
-the samples of the others, as `Sharded` does for any IterableDataset. If the ranks then
-have different numbers of batches, some wait for the others after the last one: `join`
-lets a rank without batches answer the others' all-reduces.
+Nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and every
+worker of every rank iterates over all of it. Each worker has to skip the samples of the
+others, as `Sharded` does for any IterableDataset. If the ranks then have different
+numbers of batches, those with more wait forever: under `join`, a rank that has no more
+batches takes part in the others' all-reduces.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)
@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 
 class Stream(IterableDataset):
-    """Stands for data of unknown length, such as lines of files or a network's."""
+    """Stands for data of unknown length, such as lines that are read from files."""
 
     def __iter__(self):
         for number in range(25):

@@ -1,10 +1,10 @@
 """How do I use a WeightedRandomSampler with DistributedDataParallel?
 
-A DataLoader takes one sampler, and a WeightedRandomSampler knows nothing of ranks: each
-rank draws a whole epoch for itself, and with the same seed all draw the same samples.
-Let every rank make the same draws, from a generator of their own, and take every n-th
-of them, as `Dealt` does for any sampler that has a generator. Each global batch is then
-the one that a single process draws, whatever the number of ranks.
+A DataLoader takes one sampler, and a WeightedRandomSampler ignores the ranks: each one
+draws a whole epoch for itself, and with the same seed all of them draw the same. Let
+all ranks make the same draws, from generators with the same seed, and let each take
+every n-th of them, as `Dealt` does for any sampler with a generator. Then each global
+batch is the one that a single process would draw, whatever the number of ranks.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/weighted_sampler.py
 data set: 900, 90 and 10 samples of the classes 0, 1 and 2
