@@ -37,7 +37,7 @@ class Sent(TorchDispatchMode):
 def make_networks():
     """Return a generator and a discriminator, with the same weights each time."""
     torch.manual_seed(0)
-    pair = []
+    pair = nn.ModuleList()
     for inputs, outputs in ((8, 4), (4, 1)):
         hidden = nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.SiLU()
         pair.append(nn.Sequential(*hidden, nn.Linear(16, outputs)))
@@ -53,16 +53,14 @@ def train(generator, discriminator, ranks):
     d_optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)
     for step in range(10):
         torch.manual_seed(step)
-        real = torch.randn(dist.get_world_size(), 8, 4)
-        noise = torch.randn(dist.get_world_size(), 8, 8)
+        real, noise = torch.randn(dist.get_world_size(), 8, 12).split((4, 8), dim=2)
         d_optimizer.zero_grad()
         for rank in ranks:
             with torch.no_grad():
                 fake = generator(noise[rank])
             with no_sync():
                 (softplus(-discriminator(real[rank])).mean() / n).backward()
-            # Adds to that gradient, and sends the sum.
-            (softplus(discriminator(fake)).mean() / n).backward()
+            (softplus(discriminator(fake)).mean() / n).backward()  # sends the sum
         d_optimizer.step()
         g_optimizer.zero_grad()
         plain.requires_grad_(False)  # its own gradient is not needed here
@@ -88,8 +86,7 @@ def main():
     # One process that has all samples; it too normalizes each rank's by themselves.
     one = make_networks()
     train(*one, range(dist.get_world_size()))
-    weights = [weight for network in ours for weight in network.parameters()]
-    expected = [weight for network in one for weight in network.parameters()]
+    weights, expected = list(ours.parameters()), list(one.parameters())
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
     assert sent.bytes == 10 * sum(weight.nbytes for weight in weights)
     if dist.get_rank() == 0:
