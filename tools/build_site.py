@@ -33,6 +33,7 @@ SCRIPT_FOLDERS = [
     *stages(),
     *(f"{stage}/{DEMOS}" for stage in stages()),
     "common",
+    "recipes",
     OWN_SCRIPT,
 ]
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}

@@ -1,0 +1,98 @@
+"""Checkpointing and DDP: "RuntimeError: Expected to mark a variable ready only once".
+
+The reentrant kind of torch.utils.checkpoint starts a backward pass inside the backward
+pass. DDP with find_unused_parameters=True has by then taken the blocks' parameters for
+unused. With use_reentrant=False the error is gone, the gradients are the same, and a
+block keeps only its input for backward, at the price of a second forward pass.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
+without checkpointing: 152 KiB kept for backward, gradients as in one process
+use_reentrant=False: 24 KiB kept for backward, gradients as in one process
+use_reentrant=True: Expected to mark a variable ready only once.
+"""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    """A layer, and four blocks that can be checkpointed."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        wide = [(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4)]
+        self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
+        self.options = options  # those of checkpoint(); none: do not checkpoint
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.options else block(x)
+        return x
+
+
+def log(text):
+    """Print a line, once for the whole run."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def backward(model, samples):
+    """Go forward and backward; return the KiB kept in between, weights not counted."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()  # shared memory counts once
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(samples).square().mean()
+    loss.backward()
+    return sum(kept.values()) // 1024
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    torch.set_default_device(device)
+    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    whole = Net()
+    samples = torch.randn(8 * dist.get_world_size(), 64)
+    backward(whole, samples)  # as one process would: all samples, no DDP
+    own = samples.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    for options in ({}, {"use_reentrant": False}):
+        net = Net(**options)
+        kept = backward(DistributedDataParallel(net, find_unused_parameters=True), own)
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+        name = "use_reentrant=False" if options else "without checkpointing"
+        log(f"{name}: {kept} KiB kept for backward, gradients as in one process")
+    net = Net(use_reentrant=True)
+    try:
+        backward(DistributedDataParallel(net, find_unused_parameters=True), own)
+    except RuntimeError as error:
+        message = str(error).partition(" This error")[0]
+    assert message == "Expected to mark a variable ready only once."
+    log(f"use_reentrant=True: {message}")
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()

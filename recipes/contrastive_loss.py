@@ -1,0 +1,100 @@
+"""How do I compute a contrastive loss (SimCLR, CLIP) over the samples of all GPUs?
+
+Gather the embeddings of all ranks, and let each rank compute the loss of its samples
+against all of them. The output of `dist.all_gather` has no graph, so the gradient lacks
+what a sample does to the losses of the other ranks: `Gather` sends that back. Or put
+the rank's embeddings back into the gathered ones and compute the loss of all samples;
+then multiply it by the number of ranks, because DDP divides the gradient by it.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
+dist.all_gather, local loss: not a multiple of one process's gradient
+Gather, local loss: 1.000 times one process's gradient
+put_back, global loss: 0.500 times one process's gradient
+"""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Gather(torch.autograd.Function):
+    """Concatenate the tensors of all ranks; gradients flow back to them."""
+
+    @staticmethod
+    def forward(ctx, tensor):  # noqa: ARG004
+        return gather(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)  # the sum over the losses of all ranks
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(tensor):
+    """Concatenate the tensors of all ranks, without a graph."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+def put_back(tensor):
+    """Concatenate the tensors of all ranks; this rank's keeps its graph."""
+    together, first = gather(tensor), dist.get_rank() * len(tensor)
+    together[first : first + len(tensor)] = tensor
+    return together
+
+
+def contrast(a, b, together, of_all):
+    """Return the loss of finding the partners of all samples, or of this rank's."""
+    all_a, all_b = together(a), together(b)
+    a, b, first = (all_a, all_b, 0) if of_all else (a, b, dist.get_rank() * len(a))
+    target = torch.arange(first, first + len(a), device=a.device)
+    logits = torch.stack([10 * a @ all_b.T, 10 * b @ all_a.T], dim=2)
+    return nn.functional.cross_entropy(logits, target[:, None].expand(-1, 2))
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4, dtype=torch.float64).to(device)
+    pairs = torch.randn(2, 12, 16, dtype=torch.float64).to(device)
+    own = pairs.chunk(world_size, dim=1)[rank]
+
+    def gradient(network, inputs, together, of_all):
+        model.zero_grad()
+        a, b = nn.functional.normalize(network(inputs), dim=-1)
+        contrast(a, b, together, of_all).backward()
+        return model.weight.grad.clone()
+
+    whole = gradient(model, pairs, lambda tensor: tensor, True)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for name, together, of_all, factor in (
+        ("dist.all_gather, local loss", gather, False, None),
+        ("Gather, local loss", Gather.apply, False, 1),
+        ("put_back, global loss", put_back, True, 1 / world_size),
+    ):
+        found = gradient(wrapped, own, together, of_all)
+        ratio = ((found * whole).sum() / whole.square().sum()).item()
+        multiple = (found - ratio * whole).abs().max() < 1e-12
+        text = f"{ratio:.3f} times" if multiple else "not a multiple of"
+        if rank == 0:
+            print(f"{name}: {text} one process's gradient")
+        assert multiple == (factor is not None)
+        assert not multiple or abs(ratio - factor) < 1e-12
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()

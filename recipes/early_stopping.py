@@ -1,0 +1,97 @@
+"""Early stopping with DDP hangs: how do all ranks stop in the same epoch?
+
+If each rank decides by the loss of its own validation shard, one stops and the others
+wait for it in their next backward pass until the timeout. Decide by a number that is
+the same on all ranks, such as a loss added up by an all-reduce. What only one rank
+knows, such as a metric of rank 0 or the time that is left, it has to broadcast.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/early_stopping.py
+by_all_shards: ended in epochs [6, 6], timed out: [False, False]
+as_rank_0_says: ended in epochs [5, 5], timed out: [False, False]
+by_own_shard: ended in epochs [5, 6], timed out: [False, True]
+"""
+
+import gc
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Patience:
+    """Says when a loss has not become lower for two epochs."""
+
+    def __init__(self):
+        self.best, self.epochs = float("inf"), 0
+
+    def is_over(self, loss):
+        self.epochs = 0 if loss < self.best else self.epochs + 1
+        self.best = min(self.best, loss)
+        return self.epochs == 2
+
+
+def by_all_shards(patience, sums):
+    dist.all_reduce(sums)  # the sum of the losses, and the number of samples
+    return patience.is_over((sums[0] / sums[1]).item())
+
+
+def as_rank_0_says(patience, sums):
+    stop = torch.tensor([patience.is_over((sums[0] / sums[1]).item())])
+    stop = stop.to(sums.device, torch.int32)
+    dist.broadcast(stop, src=0)
+    return bool(stop)
+
+
+def by_own_shard(patience, sums):
+    return patience.is_over((sums[0] / sums[1]).item())
+
+
+def validate(epoch, device):
+    """Stands for an evaluation: on rank r, the loss is lowest in epoch 3 + 2 r."""
+    loss = 1 + (epoch - 3 - 2 * dist.get_rank()) ** 2
+    return torch.tensor([100 * loss, 100], dtype=torch.float64, device=device)
+
+
+def train(should_stop, device, group):
+    """Train until `should_stop`; return the last epoch, and whether it timed out."""
+    model = nn.Linear(1, 1)
+    # CPU and gloo, where a timeout is an exception; nccl's watchdog ends the process.
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    patience = Patience()
+    for epoch in range(1, 21):
+        try:
+            wrapped(torch.ones(1, 1)).sum().backward()
+        except RuntimeError as error:
+            assert "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            return epoch, True
+        if should_stop(patience, validate(epoch, device)):
+            break
+    return epoch, False
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=8))
+    everybody = [None] * dist.get_world_size()
+    for should_stop in (by_all_shards, as_rank_0_says, by_own_shard):
+        dist.all_gather_object(everybody, train(should_stop, device, group))
+        epochs, timed_out = map(list, zip(*everybody, strict=True))
+        if dist.get_rank() == 0:
+            print(f"{should_stop.__name__}: ended in epochs {epochs},", end=" ")
+            print(f"timed out: {timed_out}", flush=True)
+        together = len(set(epochs)) == 1 and not any(timed_out)
+        assert together == (should_stop is not by_own_shard or len(everybody) == 1)
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""Why does my IterableDataset return duplicated data with DDP and several workers?
+
+Nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and every
+worker of every rank iterates over all of it. Each worker has to skip the samples of the
+others, as `Sharded` does for any IterableDataset. If the ranks then have different
+numbers of batches, those with more wait forever: under `join`, a rank that has no more
+batches takes part in the others' all-reduces.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
+Stream: every sample is read 4 time(s)
+Sharded: every sample is read 1 time(s)
+batches per rank: [7, 6]
+join: 25 samples trained, the same weights on all ranks
+"""
+
+import gc
+import itertools
+import os
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
+from torch.utils.data import get_worker_info
+
+
+class Stream(IterableDataset):
+    """Stands for data of unknown length, such as lines that are read from files."""
+
+    def __iter__(self):
+        for number in range(25):
+            yield torch.tensor([number], dtype=torch.float64)
+
+
+class Sharded(IterableDataset):
+    """Another IterableDataset's samples, each in one worker of one rank only."""
+
+    def __init__(self, dataset, rank, world_size):
+        # Kept here: a worker is a process of its own, outside the process group.
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+
+    def __iter__(self):
+        info = get_worker_info()  # None with num_workers=0
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        reader, readers = self.rank * workers + worker, self.world_size * workers
+        # This reads what it skips. If there are many files: files[reader::readers].
+        return itertools.islice(self.dataset, reader, None, readers)
+
+
+def log(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def from_all_ranks(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sharded = Sharded(Stream(), rank, world_size)
+    for dataset, times in ((Stream(), 2 * world_size), (sharded, 1)):
+        batches = list(DataLoader(dataset, batch_size=2, num_workers=2))
+        own = [sample.item() for batch in batches for sample in batch]
+        reads = Counter(itertools.chain.from_iterable(from_all_ranks(own)))
+        assert reads == dict.fromkeys(range(25), times)
+        log(f"{type(dataset).__name__}: every sample is read {times} time(s)")
+    log(f"batches per rank: {from_all_ranks(len(batches))}")
+
+    model = nn.Linear(1, 1, dtype=torch.float64, device=device)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen = 0
+    with wrapped.join():
+        for batch in DataLoader(sharded, batch_size=2, num_workers=2):
+            optimizer.zero_grad()
+            wrapped(batch.to(device)).square().mean().backward()
+            optimizer.step()
+            seen += len(batch)
+    total = sum(from_all_ranks(seen))
+    weights = from_all_ranks([weight.tolist() for weight in model.parameters()])
+    assert total == 25 and all(other == weights[0] for other in weights)
+    log(f"join: {total} samples trained, the same weights on all ranks")
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()

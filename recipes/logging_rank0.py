@@ -1,0 +1,96 @@
+"""How do I log to TensorBoard under DDP? There is an event file for every rank.
+
+Make the SummaryWriter on rank 0 only: each one writes a file of its own. But rank 0's
+loss is that of its own samples, so let all ranks add up their sums and counts in one
+all-reduce, and log the quotient. Log every few steps rather than at each one: an
+all-reduce waits for all ranks, and add_scalar waits for the GPU.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/logging_rank0.py
+1 event file, with a loss at steps [10, 20, 30]
+the loss of all samples, as in one process: True
+rank 0's own loss is the same: False
+"""
+
+import gc
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+
+def make_model():
+    """Return a model, with the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1))
+
+
+def train(model, first, every, log):
+    """Train on samples first, first + every, ...; call `log` after every 10 steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sums = torch.zeros(2)  # of the losses, and of the samples, since the last log
+    for step in range(1, 31):
+        torch.manual_seed(step)
+        samples = torch.randn(24, 16)[first::every]
+        target = samples.sum(1, keepdim=True).sin()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(samples), target)
+        loss.backward()
+        optimizer.step()
+        sums[0] += loss.detach() * len(samples)
+        sums[1] += len(samples)
+        if step % 10 == 0:
+            log(step, sums)
+            sums.zero_()
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    torch.set_default_device(device)
+    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    temporary = tempfile.TemporaryDirectory()  # all ranks use that of rank 0
+    folder = [temporary.name]
+    dist.broadcast_object_list(folder, src=0)
+    writer = SummaryWriter(folder[0]) if rank == 0 else None
+    own, one = [], []
+
+    def log(step, sums):
+        own.append((sums[0] / sums[1]).item())
+        dist.all_reduce(sums)  # not under `if writer`: it waits for all ranks
+        if writer:
+            writer.add_scalar("train/loss", sums[0] / sums[1], step)
+
+    train(DistributedDataParallel(make_model()), rank, world_size, log)
+    train(make_model(), 0, 1, lambda _, sums: one.append((sums[0] / sums[1]).item()))
+    if writer:
+        writer.close()
+        (file,) = Path(folder[0]).iterdir()
+        logged = EventAccumulator(str(file)).Reload().Scalars("train/loss")
+        values = torch.tensor([event.value for event in logged])
+        equal = torch.allclose(
+            values, torch.tensor(one), rtol=1e-6
+        )  # float32 in the file
+        same = torch.allclose(torch.tensor(own), torch.tensor(one), rtol=1e-2)
+        print(f"1 event file, with a loss at steps {[event.step for event in logged]}")
+        print(f"the loss of all samples, as in one process: {equal}")
+        print(f"rank 0's own loss is the same: {same}")
+        assert equal
+        assert same == (world_size == 1)
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()

@@ -1,0 +1,90 @@
+"""Is DDP's communication hidden behind backward? How do I see it in a profiler's trace?
+
+Profile a step after the first ones, in which DDP still arranges its buckets, and open
+the trace in ui.perfetto.dev. DDP sends a bucket as soon as backward has filled it, so
+all except the last can be hidden; with `bucket_cap_mb` so large that there is only one,
+nothing can. The share of the time that was hidden goes to stderr: machines differ.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/profile_step.py
+6 bucket(s), 5 sent before the first layer's backward
+1 bucket(s), 0 sent before the first layer's backward
+"""
+
+import gc
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+from torch.profiler import schedule
+
+
+def write_trace(path, bucket_cap_mb, device):
+    """Take four steps, and write a trace of the last one."""
+    torch.manual_seed(0)
+    layers = [
+        (nn.Linear(512, 512), nn.SiLU()) for _ in range(6)
+    ]  # 1 MiB of weights each
+    model = nn.Sequential(*sum(layers, ())).to(device)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    samples = torch.randn(64, 512).to(device)
+    with profile(schedule=schedule(wait=2, warmup=1, active=1)) as profiler:
+        for _ in range(4):
+            wrapped.zero_grad()
+            wrapped(samples).square().mean().backward()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+
+
+def read_trace(path):
+    """Return the number of all-reduces, that of early ones, and the hidden share."""
+    events = json.loads(path.read_text())["traceEvents"]
+    events = [event for event in events if event.get("ph") == "X"]
+    backward = [e for e in events if re.match("autograd::engine.*Backward", e["name"])]
+    kernels = [e for e in events if e.get("cat") == "kernel"]  # none on a CPU
+    sends = [e for e in kernels if "nccl" in e["name"]]
+    sends = sends or [e for e in events if e["name"] == "gloo:all_reduce"]
+    work = [e for e in kernels if "nccl" not in e["name"]] or backward
+    hidden = 0
+    for a in sends:
+        for b in work:
+            end = min(a["ts"] + a["dur"], b["ts"] + b["dur"])
+            hidden += max(0, end - max(a["ts"], b["ts"]))
+    calls = [e["ts"] for e in events if e["name"] == "c10d::allreduce_"]
+    first_layer = max(e["ts"] for e in backward if "AddmmBackward" in e["name"])
+    early = sum(call < first_layer for call in calls)
+    return len(calls), early, hidden / sum(e["dur"] for e in sends)
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    for bucket_cap_mb, expected in ((1, (6, 5)), (100, (1, 0))):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, f"rank{dist.get_rank()}.json")  # keep it to look at it
+            write_trace(trace, bucket_cap_mb, device)
+            buckets, early, hidden = read_trace(trace)
+        if dist.get_rank() == 0:
+            print(
+                f"{buckets} bucket(s), {early} sent before the first layer's backward"
+            )
+            print(f"hidden: {hidden:.0%} of the time", file=sys.stderr)
+        assert (buckets, early) == expected
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()
