@@ -3,7 +3,7 @@
 python -m benchmarks.compare_text
 python -m benchmarks.compare_text --width 2048 --depth 24 --heads 16 \
 --context-length 1024 --batch-size 32 --amp bf16  # GPUs
-python -m benchmarks.compare_text --show benchmarks/mine.text.json
+python -m benchmarks.compare_text --show benchmarks/two_cores_text.json
 """
 
 import json

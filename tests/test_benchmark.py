@@ -25,6 +25,7 @@ from tools.stages import trains_on_text
 COMPARE = ROOT / "benchmarks/compare.py"
 COMPARE_TEXT = ROOT / "benchmarks/compare_text.py"
 STORED = ROOT / "benchmarks/two_cores.json"
+STORED_TEXT = ROOT / "benchmarks/two_cores_text.json"
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,15 @@ def test_the_readme_shows_what_is_stored():
     assert f"```\n{report.show(result)}\n```" in page
     with Image.open(STORED.with_suffix(".png")) as picture:
         assert picture.text["Description"] == report.medians(result)
+
+
+def test_the_readme_shows_what_is_stored_of_language_models():
+    result = json.loads(STORED_TEXT.read_text())
+    on_text = {stage for stage in stages() if trains_on_text(stage)}
+    assert {row["stage"].split()[0] for row in result["stages"]} == on_text
+    assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert f"```\n{compare_text.show(result)}\n```" in page
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ WANTS = {
     "the prefix module.": "module.0.weight.*#names-that-begin-with-module",
     "when SyncBatchNorm": "is SyncBatchNorm needed.*#batch-norm",
     "augmentation per rank": "random crops.*#the-same-random-numbers-on-every-rank",
-    "a model that does not fit": "does not fit on one GPU.*#a-part-of-every-weight",
+    "a model that does not fit": "does not fit on one GPU.*#the-idea",
     "warnings at exit": "destroy_process_group.*#6-the-run",
 }
 

@@ -91,7 +91,9 @@ def make_adamw(model):
 
 
 def optimizer():
-    tell("AdamW made           loss in 4 steps          weights updated   bytes held")
+    tell(
+        "AdamW made           loss in 4 steps          weights updated  AdamW, bytes"
+    )
     for made in ("before fully_shard", "after fully_shard", "after an evaluation"):
         model = make()
         if made == "before fully_shard":
@@ -118,7 +120,7 @@ def report(made, model, adamw):
     new = whole_weights(model)
     updated = sum(not new[name].equal(old[name]) for name in old)
     assert len(adamw.state) == updated
-    tell(f"{made:19}  {losses}  {updated:9} of {len(old)} {held:12,}")
+    tell(f"{made:19}  {losses}  {updated:9} of {len(old)} {held:13,}")
 
 
 # ---- Only the root sharded -----------------------------------------------------------
