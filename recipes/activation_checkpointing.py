@@ -1,9 +1,10 @@
 """Checkpointing and DDP: "RuntimeError: Expected to mark a variable ready only once".
 
 The reentrant kind of torch.utils.checkpoint starts a backward pass inside the backward
-pass. DDP with find_unused_parameters=True has by then taken the blocks' parameters for
-unused. With use_reentrant=False the error is gone, the gradients are the same, and a
-block keeps only its input for backward, at the price of a second forward pass.
+pass. By then, DDP with find_unused_parameters=True has already marked the blocks'
+parameters as unused and ready. With use_reentrant=False the error is gone, the
+gradients are the same, and a block keeps only its input for backward, at the price of a
+second forward pass.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
 without checkpointing: 152 KiB kept for backward, gradients as in one process
@@ -66,12 +67,12 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     torch.set_default_device(device)
-    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     whole = Net()
     samples = torch.randn(8 * dist.get_world_size(), 64)
     backward(whole, samples)  # as one process would: all samples, no DDP

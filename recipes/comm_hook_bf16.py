@@ -1,10 +1,10 @@
 """How do I halve what DDP sends per step (gradient compression, register_comm_hook)?
 
-With `bf16_compress_hook`, DDP casts the gradients to bfloat16, sums those over the
+With `bf16_compress_hook`, DDP casts the gradients to bfloat16, averages them over the
 ranks, and casts the result back: weights, gradients and optimizer stay in float32. All
-ranks still have the same weights, but the sums have 8 significant bits instead of 24,
-so compare the losses with and without the hook. It can save time only where backward
-has to wait for the network.
+ranks still have the same weights, but the averages have 8 significant bits instead of
+24, so compare the losses with and without the hook. It can save time only where
+backward has to wait for the network.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/comm_hook_bf16.py
 no hook: 21252 bytes sent per step, weights within 1e-6 of one process's
@@ -25,7 +25,7 @@ STEPS = 20
 
 
 class Sent(TorchDispatchMode):
-    """Inside `with`, count the bytes that are given to all-reduces."""
+    """Inside `with`, count the bytes given to all-reduces, not those on the wire."""
 
     bytes = 0
 
@@ -59,7 +59,7 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

@@ -1,10 +1,10 @@
 """How do I compute a contrastive loss (SimCLR, CLIP) over the samples of all GPUs?
 
-Gather the embeddings of all ranks, and let each rank compute the loss of its samples
-against all of them. The output of `dist.all_gather` has no graph, so the gradient lacks
-what a sample does to the losses of the other ranks: `Gather` sends that back. Or put
-the rank's embeddings back into the gathered ones and compute the loss of all samples;
-then multiply it by the number of ranks, because DDP divides the gradient by it.
+Let each rank compute its samples' loss (here CLIP's) against the gathered embeddings of
+all ranks. The output of `dist.all_gather` has no graph, so the gradient lacks a
+sample's effect on other ranks' losses: `Gather` sends it back. Or put the rank's own
+embeddings back, compute the loss of all samples (N x N logits on every rank), and
+multiply it by the number of ranks, because DDP divides the gradient by that number.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
 dist.all_gather, local loss: not a multiple of one process's gradient
@@ -29,14 +29,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # noqa: ARG004
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # own copy
         dist.all_reduce(gradient)  # the sum over the losses of all ranks
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def gather(tensor):
     """Concatenate the tensors of all ranks, without a graph."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    parts = list(tensor.new_empty(dist.get_world_size(), *tensor.shape))
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts)
 
@@ -61,7 +61,7 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

@@ -1,12 +1,12 @@
 """How do I gather predictions of different lengths, in order, within rank 0's memory?
 
-`all_gather` needs tensors of one shape, and puts all outputs on every GPU. Deal the
-samples out one by one, and send rank 0 one batch of outputs of each rank at a time,
-over gloo and from CPU memory. These batches hold consecutive samples: rank 0 puts them
-in order, appends them to a file, and never holds more of them.
+`all_gather` needs every rank's shape in advance, and puts all outputs on every GPU.
+Instead, give rank r the samples r, r + n, r + 2 n, ... and gather one batch of outputs
+per rank at a time on rank 0, over gloo and from CPU memory. Together these batches hold
+consecutive samples: rank 0 puts them in order, appends them to a file, and drops them.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/huge_eval_outputs.py
-103 outputs, of 0 to 6 rows
+97 outputs, of 0 to 6 rows
 rank 0 held at most 16 of them at a time
 the file equals one process's outputs, in order: True
 """
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
-SAMPLES, BATCH = 103, 8
+SAMPLES, BATCH = 97, 8
 
 
 class Boxes(Dataset):
@@ -67,7 +67,7 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

@@ -2,9 +2,9 @@
 
 Nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and every
 worker of every rank iterates over all of it. Each worker has to skip the samples of the
-others, as `Sharded` does for any IterableDataset. If the ranks then have different
-numbers of batches, those with more wait forever: under `join`, a rank that has no more
-batches takes part in the others' all-reduces.
+others, as `Sharded` does; the order must be the same in all processes. Ranks with more
+batches than others then wait until the timeout, except under `join`: there, a rank that
+has run out joins the others' all-reduces, at the cost of small ones in every step.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)
@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 
 class Stream(IterableDataset):
-    """Stands for data of unknown length, such as lines that are read from files."""
+    """A stand-in for data of unknown length, such as lines read from files."""
 
     def __iter__(self):
         for number in range(25):
@@ -64,7 +64,7 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")

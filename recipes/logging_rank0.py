@@ -53,15 +53,15 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     torch.set_default_device(device)
-    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    temporary = tempfile.TemporaryDirectory()  # all ranks use that of rank 0
-    folder = [temporary.name]
+    temporary = tempfile.TemporaryDirectory()
+    folder = [temporary.name]  # rank 0's on all ranks: a second event file would show
     dist.broadcast_object_list(folder, src=0)
     writer = SummaryWriter(folder[0]) if rank == 0 else None
     own, one = [], []
@@ -79,9 +79,8 @@ def main():
         (file,) = Path(folder[0]).iterdir()
         logged = EventAccumulator(str(file)).Reload().Scalars("train/loss")
         values = torch.tensor([event.value for event in logged])
-        equal = torch.allclose(
-            values, torch.tensor(one), rtol=1e-6
-        )  # float32 in the file
+        # The file holds float32.
+        equal = torch.allclose(values, torch.tensor(one), rtol=1e-6)
         same = torch.allclose(torch.tensor(own), torch.tensor(one), rtol=1e-2)
         print(f"1 event file, with a loss at steps {[event.step for event in logged]}")
         print(f"the loss of all samples, as in one process: {equal}")

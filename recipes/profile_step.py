@@ -1,8 +1,9 @@
 """Is DDP's communication hidden behind backward? How do I see it in a profiler's trace?
 
-Profile a step after the first ones, in which DDP still arranges its buckets, and open
-the trace in ui.perfetto.dev. DDP sends a bucket as soon as backward has filled it, so
-all except the last can be hidden; with `bucket_cap_mb` so large that there is only one,
+DDP rearranges its buckets after the first step, so profile a later one, and open its
+trace in ui.perfetto.dev. Look for `gloo:all_reduce`, or on a GPU for nccl's kernels, at
+the same time as backward. DDP sends a bucket as soon as backward has filled it, so all
+except the last can be hidden; with `bucket_cap_mb` so large that there is only one,
 nothing can. The share of the time that was hidden goes to stderr: machines differ.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/profile_step.py
@@ -29,9 +30,8 @@ from torch.profiler import schedule
 def write_trace(path, bucket_cap_mb, device):
     """Take four steps, and write a trace of the last one."""
     torch.manual_seed(0)
-    layers = [
-        (nn.Linear(512, 512), nn.SiLU()) for _ in range(6)
-    ]  # 1 MiB of weights each
+    # Each layer has 1 MiB of weights.
+    layers = [(nn.Linear(512, 512), nn.SiLU()) for _ in range(6)]
     model = nn.Sequential(*sum(layers, ())).to(device)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     samples = torch.randn(64, 512).to(device)
@@ -67,19 +67,19 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     for bucket_cap_mb, expected in ((1, (6, 5)), (100, (1, 0))):
         with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder, f"rank{dist.get_rank()}.json")  # keep it to look at it
+            kept = sys.argv[1] if len(sys.argv) > 1 else folder  # or deleted
+            trace = Path(kept, f"buckets-{bucket_cap_mb}-rank-{dist.get_rank()}.json")
             write_trace(trace, bucket_cap_mb, device)
             buckets, early, hidden = read_trace(trace)
         if dist.get_rank() == 0:
-            print(
-                f"{buckets} bucket(s), {early} sent before the first layer's backward"
-            )
+            sent = f"{early} sent before the first layer's backward"
+            print(f"{buckets} bucket(s), {sent}")
             print(f"hidden: {hidden:.0%} of the time", file=sys.stderr)
         assert (buckets, early) == expected
 

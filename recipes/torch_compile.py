@@ -1,10 +1,11 @@
 """torch.compile and DDP: in which order, and where does `_orig_mod.` come from?
 
 Both orders work and give the same graphs, one for each of DDP's buckets, so that a
-bucket can be sent while backward is in the next graph. `torch.compile(model)` returns a
-wrapper, which puts `_orig_mod.` before the weights' names as DDP puts `module.`;
-`model.compile()` compiles in place. Save the state_dict() of the model itself: its
-names are clean in all cases.
+bucket can be sent while backward is in the next graph. There is one exception: if the
+model is an nn.Sequential, compile(DDP(model)) compiles nothing (torch 2.15).
+`torch.compile(model)` returns a wrapper, which puts `_orig_mod.` before the weights'
+names as DDP puts `module.`; `model.compile()` compiles in place. Save the state_dict()
+of the model itself: its names are clean in all cases.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
 compile(DDP(model)): 4 graph(s), _orig_mod.module.layers.0.weight
@@ -27,8 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 class Net(nn.Module):
     """Four layers with 2 MiB of weights each."""
-
-    # Not an nn.Sequential, of which compile(DDP(model)) compiles nothing (torch 2.15).
 
     def __init__(self):
         super().__init__()
@@ -57,12 +56,12 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     torch.set_default_device(device)
-    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     plain = Net()
     expected = train(DistributedDataParallel(plain), plain)
     # Inductor takes a minute to compile for a CPU; aot_eager only captures the graphs.

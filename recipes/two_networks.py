@@ -1,10 +1,10 @@
 """A GAN under DDP: "RuntimeError: [...] has been modified by an inplace operation".
 
-Before a forward pass DDP overwrites all ranks' buffers (batch norm's statistics) with
-rank 0's. If the discriminator is called twice before one backward pass, many versions
-of torch raise this error (2.15 does not): call backward after each call, the first time
-inside no_sync(), and the gradient is still sent once. In the generator's step, call the
-discriminator without DDP, which would send a gradient that nobody uses.
+Before a forward pass, DDP copies rank 0's buffers (BatchNorm's) to all ranks. If the
+discriminator is called twice before one backward pass, many versions of torch then
+raise this error, though not 2.15. Call backward after each call, and put the first call
+and its backward inside no_sync(): the gradient is still sent once. In the generator's
+step, call the discriminator without DDP, which would send a gradient nobody uses.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
 weights after 10 steps equal those of one process
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Sent(TorchDispatchMode):
-    """Inside `with`, count the bytes that are given to all-reduces."""
+    """Inside `with`, count the bytes given to all-reduces, not those on the wire."""
 
     bytes = 0
 
@@ -74,16 +74,16 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     torch.set_default_device(device)
-    torch.set_default_dtype(torch.float64)  # in which equality can be proved
+    torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     ours = make_networks()
     with Sent() as sent:
         train(*map(DistributedDataParallel, ours), [dist.get_rank()])
-    # One process that has all samples; it too normalizes each rank's by themselves.
+    # One process with all samples, which also normalizes each rank's separately.
     one = make_networks()
     train(*one, range(dist.get_world_size()))
     weights, expected = list(ours.parameters()), list(one.parameters())

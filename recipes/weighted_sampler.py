@@ -3,8 +3,8 @@
 A DataLoader takes one sampler, and a WeightedRandomSampler ignores the ranks: each one
 draws a whole epoch for itself, and with the same seed all of them draw the same. Let
 all ranks make the same draws, from generators with the same seed, and let each take
-every n-th of them, as `Dealt` does for any sampler with a generator. Then each global
-batch is the one that a single process would draw, whatever the number of ranks.
+every n-th of them, as `Dealt` does for any sampler with a generator. If the number of
+ranks divides the global batch, each global batch is the one of a single process.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/weighted_sampler.py
 data set: 900, 90 and 10 samples of the classes 0, 1 and 2
@@ -62,7 +62,7 @@ def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)  # otherwise every rank uses GPU 0, too
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
@@ -71,8 +71,8 @@ def main():
     everybody = [None] * world_size
     torch.manual_seed(SEED)
     dist.all_gather_object(everybody, list(WeightedRandomSampler(WEIGHTS, DRAWS)))
-    same = all(draws == everybody[0] for draws in everybody)
-    log(f"not dealt out: {DRAWS} draws per rank, the same on all ranks: {same}")
+    assert all(draws == everybody[0] for draws in everybody)
+    log(f"not dealt out: {DRAWS} draws per rank, the same on all ranks: True")
 
     sampler = Dealt(weighted(), rank, world_size, SEED)
     log(f"dealt out: {len(sampler)} draws per rank")

@@ -64,7 +64,7 @@ class Scheduling(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid):
-        notebook = re.search(r"\[(\S+\.ipynb)\]", nodeid)
+        notebook = re.search(r"notebook_runs_\w+\[(\S+\.ipynb)\]", nodeid)
         if notebook is None:
             return super()._split_scope(nodeid)
         uses_slurm = "cluster.start(" in (ROOT / notebook[1]).read_text()

@@ -91,9 +91,7 @@ def make_adamw(model):
 
 
 def optimizer():
-    tell(
-        "AdamW made           loss in 4 steps          weights updated  AdamW, bytes"
-    )
+    tell("AdamW made           loss in 4 steps          weights updated  AdamW, bytes")
     for made in ("before fully_shard", "after fully_shard", "after an evaluation"):
         model = make()
         if made == "before fully_shard":
