@@ -119,12 +119,12 @@ def no_signal():
     return types.SimpleNamespace(wait=lambda: [torch.tensor([0, 0])])
 
 
-def in_group(function, rank, processes, folder, *arguments, **options):
+def in_group(function, rank, processes, folder, *arguments):
     """Be one process of a group; save what the function returns as folder/RANK.pt."""
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", store, rank=rank, world_size=processes)
-    result = function(rank, processes, *arguments, **options)
+    result = function(rank, processes, *arguments)
     torch.save(result, folder / f"{rank}.pt")
     gc.collect()
     dist.destroy_process_group()

@@ -357,6 +357,22 @@ def fork(script, arguments, folder, prepare=None, seconds=300, **variables):
     return finish
 
 
+def call_in_forks(function, calls, seconds=60):
+    """Call a function in forks of the server, side by side; they must end with 0.
+
+    calls: the arguments of each fork's call. A fork that hangs is killed.
+    """
+    forks = [forkserver.Process(target=function, args=call) for call in calls]
+    for one in forks:
+        one.start()
+    for one in forks:
+        one.join(seconds)
+        if one.is_alive():
+            one.kill()
+            one.join()
+    assert [one.exitcode for one in forks] == [0] * len(forks)
+
+
 def fork_ranks(stage, processes, flags, folder, root=ROOT, **options):
     """Start all ranks of a stage in forks; return the functions that `fork` returns.
 

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 from nbtools.sections import sections
 from tests.conftest import swept_unless
 from tests.harness import assert_one_error_line
+from tests.harness import call_in_forks
 from tests.harness import fork
 from tests.harness import fork_ranks
-from tests.harness import forkserver
 from tests.harness import give_sets
 from tests.harness import little_work
 from tests.harness import load_stage_for_vectors
@@ -176,16 +176,7 @@ def evaluated(tmp_path_factory):
             if (folder / f"{processes}-rank0.pt").exists():
                 continue
             calls = [(stage, rank, processes, folder) for rank in range(processes)]
-            ranks = [
-                forkserver.Process(target=evaluate_in_rank, args=call) for call in calls
-            ]
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join(60)
-                if rank.is_alive():
-                    rank.kill()
-            assert [rank.exitcode for rank in ranks] == [0] * processes
+            call_in_forks(evaluate_in_rank, calls)
         return folder
 
     return get

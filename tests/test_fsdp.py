@@ -22,9 +22,9 @@ from nbtools.lesson import max_abs_diff
 from tests import fsdp_ranks
 from tests.conftest import swept_unless
 from tests.fault_injection import signalled
+from tests.harness import call_in_forks
 from tests.harness import counts
 from tests.harness import fork_ranks
-from tests.harness import forkserver
 from tests.harness import little_work
 from tests.harness import plain
 from tests.harness import sharded
@@ -54,21 +54,10 @@ def steps(tmp_path_factory):
         key = (processes, stage, *sorted(options.items()))
         if key not in seen:
             folder = tmp_path_factory.mktemp("steps")
-            ranks = [
-                forkserver.Process(
-                    target=fsdp_ranks.in_group,
-                    args=(fsdp_ranks.take_steps, rank, processes, folder, stage),
-                    kwargs=options,
-                )
-                for rank in range(processes)
-            ]
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join(60)
-                if rank.is_alive():
-                    rank.kill()
-            assert [rank.exitcode for rank in ranks] == [0] * processes
+            take_steps = functools.partial(fsdp_ranks.take_steps, **options)
+            ranks = range(processes)
+            calls = [(take_steps, rank, processes, folder, stage) for rank in ranks]
+            call_in_forks(fsdp_ranks.in_group, calls)
             seen[key] = [torch.load(folder / f"{n}.pt") for n in range(processes)]
         return seen[key]
 
