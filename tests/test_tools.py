@@ -18,6 +18,7 @@ from tools.propagate import propagate
 from tools.stages import ROOT
 from tools.stages import changed_lines
 from tools.stages import first_used_lines
+from tools.stages import plain_command
 from tools.stages import shown_commands
 from tools.stages import stages
 
@@ -172,6 +173,14 @@ def test_the_demo_ends_with_a_table(tmp_path):
     assert difference == "0.0e+00"
     assert float(metrics[3]) >= 95  # acc@1
     assert done.stdout.count("epoch 5: ") == 1
+
+
+def test_a_command_is_shown_for_the_number_of_processes_that_it_starts():
+    """make demo trains a language model twice, on one process and on two."""
+    started = "torchrun --standalone --nproc-per-node=1 11_gpt/train.py"
+    assert plain_command("11_gpt", 1) == started
+    assert plain_command("04_ddp_spawn", 3) == "python 04_ddp_spawn/train.py --nproc=3"
+    assert plain_command("01_single_gpu", 1) == shown_commands("01_single_gpu")[-1]
 
 
 def test_the_demo_knows_its_stages(tmp_path):

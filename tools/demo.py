@@ -21,8 +21,8 @@ from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import fail
 from tools.stages import launcher
+from tools.stages import plain_command
 from tools.stages import reference
-from tools.stages import shown_commands
 from tools.stages import stages
 from tools.stages import takes_processes
 from tools.stages import trains_on_text
@@ -46,7 +46,7 @@ def train(stage, processes, out_dir):
     flags = ["--dtype", "float64"]
     if trains_on_text(stage):
         flags += ["--epochs", "1"]  # of ten seconds; those of the images take two
-    print(f"\n{stage}: {shown_commands(stage)[-1]} {' '.join(flags)}", flush=True)
+    print(f"\n{stage}: {plain_command(stage, processes)} {' '.join(flags)}", flush=True)
     done = subprocess.run(
         [*command(stage, processes), *flags, "--out-dir", out_dir],
         cwd=ROOT,

@@ -70,17 +70,21 @@ def reference(stage):
     return next(name for name in stages() if trains_on_text(name) == kind)
 
 
+def plain_command(stage, processes):
+    """Return a stage's plain command for so many processes, as it is typed."""
+    plain = shown_commands(stage)[-1]
+    return re.sub(r"(--nproc(-per-node)?)=\d+", rf"\1={processes}", plain)
+
+
 def command(stage, processes=1, root=ROOT):
     """Return the arguments that run a stage on `processes` processes, from any folder.
 
     They are the plain command of its docstring, run by this Python, with the script's
     full path.
     """
-    plain = shown_commands(stage)[-1]
-    plain = re.sub(r"(--nproc(-per-node)?)=\d+", rf"\1={processes}", plain)
     words = [
         str(Path(root, word)) if word.endswith(".py") else word
-        for word in shlex.split(plain)
+        for word in shlex.split(plain_command(stage, processes))
     ]
     program, *arguments = words
     module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
