@@ -5,7 +5,7 @@ PY = .venv/bin/python
 INSTALLED = .venv/installed
 SITE_INSTALLED = .venv/site-installed
 
-.PHONY: help demo test benchmark check notebooks diff propagate site exits gpu
+.PHONY: help demo test benchmark check notebooks diff propagate site exits gpu ray horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -19,6 +19,8 @@ help:
 	@echo "make propagate        carry an edit of a stage's script down the chain (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
+	@echo "make ray              install Ray Train in .venv-ray and run its test"
+	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
 ifeq ($(origin PY),command line)
@@ -46,8 +48,9 @@ endif
 demo: $(INSTALLED)
 	$(PY) -m tools.demo
 
+# Three workers on two cores: the tests often wait, for a timeout for instance.
 test: $(INSTALLED)
-	$(PY) -m pytest -n 2 $(ARGS)
+	$(PY) -m pytest -n 3 $(ARGS)
 
 benchmark: $(INSTALLED)
 	$(PY) -m benchmarks.compare $(ARGS)
@@ -76,3 +79,13 @@ exits: $(INSTALLED)
 # Without .venv it takes the Python that has torch: the machine need not reach the internet.
 gpu:
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m tools.gpu $(PART)
+
+# Each library is in an environment of its own, which sees the torch that is in .venv.
+.venv-%/installed: recipes/neighbors/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)
+	tools/neighbor_env.sh $* $(PY)
+
+ray: .venv-ray/installed
+	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_ray.py $(ARGS)
+
+horovod: .venv-horovod/installed
+	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_horovod.py $(ARGS)
