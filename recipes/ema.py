@@ -1,9 +1,9 @@
 """How do I keep an EMA of the weights with DDP, and resume it from a checkpoint?
 
-Give `AveragedModel` the model, not the DDP wrapper, on every rank, and update it after
-each optimizer step: the weights are the same on all ranks, so their averages are, too,
-and nothing is sent. Its state dict belongs in the checkpoint, because it also counts
-the updates: without that count, the next update overwrites the average.
+Give every rank an `AveragedModel` of the bare model, and update it after each optimizer
+step. Parameters are equal on all ranks, so their averages are, too, and nothing is
+sent. Buffers are copied: batch norm's differ between ranks. Checkpoint its state dict:
+without its count of updates (`n_averaged`), the next update overwrites the average.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/ema.py
 in the checkpoint: n_averaged, module.weight, module.bias

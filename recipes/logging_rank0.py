@@ -1,17 +1,18 @@
 """How do I log to TensorBoard under DDP? There is an event file for every rank.
 
-Make the SummaryWriter on rank 0 only: each one writes a file of its own. But rank 0's
-loss is that of its own samples, so let all ranks add up their sums and counts in one
-all-reduce, and log the quotient. Log every few steps rather than at each one: an
-all-reduce waits for all ranks, and add_scalar waits for the GPU.
+Create the SummaryWriter, or the W&B run, on rank 0 only. Its own loss is that of its
+own samples, so let one all-reduce add up the sums and counts of all ranks, and log the
+quotient. That waits for all ranks, so do it every few steps.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/logging_rank0.py
 1 event file, with a loss at steps [10, 20, 30]
 the loss of all samples, as in one process: True
 rank 0's own loss is the same: False
+1 run of W&B, with the same last loss: True
 """
 
 import gc
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -23,22 +24,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
-
-def make_model():
-    """Return a model, with the same weights each time."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1))
+wandb = importlib.import_module("wandb") if importlib.util.find_spec("wandb") else None
 
 
-def train(model, first, every, log):
+def train(wrap, first, every, log):
     """Train on samples first, first + every, ...; call `log` after every 10 steps."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sums = torch.zeros(2)  # of the losses, and of the samples, since the last log
     for step in range(1, 31):
         torch.manual_seed(step)
         samples = torch.randn(24, 16)[first::every]
-        target = samples.sum(1, keepdim=True).sin()
         optimizer.zero_grad()
+        target = samples.sum(1, keepdim=True).sin()
         loss = nn.functional.mse_loss(model(samples), target)
         loss.backward()
         optimizer.step()
@@ -64,6 +63,7 @@ def main():
     folder = [temporary.name]  # rank 0's on all ranks: a second event file would show
     dist.broadcast_object_list(folder, src=0)
     writer = SummaryWriter(folder[0]) if rank == 0 else None
+    run = wandb.init(dir=folder[0], mode="offline") if wandb and rank == 0 else None
     own, one = [], []
 
     def log(step, sums):
@@ -71,22 +71,27 @@ def main():
         dist.all_reduce(sums)  # not under `if writer`: it waits for all ranks
         if writer:
             writer.add_scalar("train/loss", sums[0] / sums[1], step)
+        if run:
+            run.log({"train/loss": sums[0] / sums[1]}, step, commit=True)
 
-    train(DistributedDataParallel(make_model()), rank, world_size, log)
-    train(make_model(), 0, 1, lambda _, sums: one.append((sums[0] / sums[1]).item()))
+    train(DistributedDataParallel, rank, world_size, log)
+    train(nn.Sequential, 0, 1, lambda _, sums: one.append((sums[0] / sums[1]).item()))
     if writer:
         writer.close()
-        (file,) = Path(folder[0]).iterdir()
+        (file,) = Path(folder[0]).glob("events.*")
         logged = EventAccumulator(str(file)).Reload().Scalars("train/loss")
         values = torch.tensor([event.value for event in logged])
-        # The file holds float32.
-        equal = torch.allclose(values, torch.tensor(one), rtol=1e-6)
+        equal = torch.allclose(values, torch.tensor(one), rtol=1e-6)  # in float32
         same = torch.allclose(torch.tensor(own), torch.tensor(one), rtol=1e-2)
         print(f"1 event file, with a loss at steps {[event.step for event in logged]}")
         print(f"the loss of all samples, as in one process: {equal}")
         print(f"rank 0's own loss is the same: {same}")
-        assert equal
-        assert same == (world_size == 1)
+        if run:
+            assert abs(run.summary["train/loss"] - one[-1]) < 1e-6
+            run.finish()
+            (_,) = Path(folder[0]).glob("wandb/offline-run-*")
+            print("1 run of W&B, with the same last loss: True")
+        assert equal and same == (world_size == 1)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,29 @@ and what to replace it by: then the proof must fail.
 """
 
 import ast
+import contextlib
+import functools
+import importlib.util
+import os
+import pty
 import re
+import select
 import shlex
+import subprocess
 import sys
+import types
 
 import pytest
 
 from tests import harness
+from tests.conftest import swept_unless
 from tools.stages import ROOT
 
 FOLDER = ROOT / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 INDEX = FOLDER / "README.md"
+PROMPT = "(Pdb) "
+OUTPUTS = "stdout", "stderr"
 OURS = {"benchmarks", "common", "nbtools", "tests", "tools"}
 # {recipe: (a text that is there once, its replacement, what the failing run then says)}
 BROKEN = {
@@ -41,6 +52,11 @@ BROKEN = {
         "sums = sums.clone()",
         "AssertionError",
     ),
+    "debug_one_rank.py": (
+        "    dist.breakpoint(rank=faulty)\n        if",
+        "    breakpoint() if rank == faulty else None\n        if",
+        "Timed out waiting",
+    ),
     "ema.py": (
         "ema.update_parameters(model)",
         "ema.update_parameters(model) if rank == 0 else None",
@@ -59,6 +75,16 @@ BROKEN = {
     "logging_rank0.py": (
         "dist.all_reduce(sums)",
         "sums = sums.clone()",
+        "AssertionError",
+    ),
+    "metrics_torchmetrics.py": (
+        "values, sizes = evaluate(shard, device)",
+        "values, sizes = evaluate(shard, device, sync_on_compute=False)",
+        "AssertionError",
+    ),
+    "prefetcher.py": (
+        "    yield wait_for(*before)\n\n",
+        "\n",
         "AssertionError",
     ),
     "profile_step.py": (
@@ -93,17 +119,106 @@ def docstring(recipe):
     return question, answer, command.removeprefix("$ "), printed
 
 
-def run(recipe, folder, device, processes=2, script=None):
-    """Run a recipe's command to its end, or another script in the recipe's place."""
-    _, _, command, _ = docstring(recipe)
+def launch(recipe, folder, device, processes=2, script=None):
+    """Run a recipe's command to its end, or another script in the recipe's place.
+
+    What the docstring shows after pdb's prompts is typed, in a terminal.
+    """
+    _, _, command, printed = docstring(recipe)
     expected = f"torchrun --standalone --nproc-per-node=2 recipes/{recipe}"
     assert command == expected
     _, standalone, nproc, _ = shlex.split(command)
     nproc = nproc.replace("2", str(processes))
-    arguments = ["-m", "torch.distributed.run", standalone, nproc]
-    arguments.append(str(script or FOLDER / recipe))
-    hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    return harness.run([sys.executable, *arguments], folder, seconds=120, **hidden)
+    typed = [line.removeprefix(PROMPT) for line in printed if line.startswith(PROMPT)]
+    if typed:  # forks would not have the terminal
+        torchrun = ["-m", "torch.distributed.run"]
+        start = functools.partial(in_terminal, typed=typed)
+    else:  # to import torch once
+        torchrun = [ROOT / "tests" / "by_fork.py", "torchrun"]
+        start = harness.run
+    arguments = [
+        sys.executable,
+        *torchrun,
+        standalone,
+        nproc,
+        script or FOLDER / recipe,
+    ]
+    return start(arguments, folder, seconds=120, **variables(folder, device))
+
+
+def variables(folder, device):
+    """Return a recipe's environment variables; W&B keeps to `folder`."""
+    wandb = {"WANDB_CACHE_DIR": str(folder), "WANDB_ERROR_REPORTING": "false"}
+    return wandb if device == "cuda" else {**wandb, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def num_prompts(screen, folder):
+    """Count pdb's prompts on a screen: two processes may mix theirs, "(P(Pdb) db) "."""
+    return screen.replace(str(folder), "").count("P")
+
+
+def in_terminal(arguments, folder, seconds, typed=(), prompts=None, **variables):
+    """Run a command in a terminal, typing a line at each prompt; return its result.
+
+    prompts: kill it when it has shown so many prompts.
+    """
+    ours, theirs = pty.openpty()
+    with (folder / "stderr").open("w") as err:
+        child = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env=harness.environment(TERM="dumb", **variables),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=err,
+            start_new_session=True,
+        )
+    os.close(theirs)
+    screen, lines = "", list(typed)
+    try:
+        while prompts is None or num_prompts(screen, folder) < prompts:
+            assert select.select([ours], [], [], seconds)[0], screen
+            with contextlib.suppress(OSError):  # when all that had the terminal ended
+                screen += os.read(ours, 65536).decode()
+                if lines and screen.endswith(PROMPT):
+                    os.write(ours, f"{lines.pop(0)}\n".encode())
+                continue
+            child.wait(seconds)
+            break
+    finally:
+        harness.kill(harness.family(child.pid))
+        child.wait()
+        os.close(ours)
+    (folder / "stdout").write_text(screen.replace("\r\n", "\n"))
+    return harness.result(child.returncode, folder)
+
+
+def run(recipe, folder, device, processes=2, script=None):
+    """Run a recipe, or another script, in forks; with pdb, by its command."""
+    if any(line.startswith(PROMPT) for line in docstring(recipe)[-1]):
+        return launch(recipe, folder, device, processes, script)
+    shared = {**harness.LAUNCHER_ENV, **variables(folder, device)}
+    shared.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    shared.update(MASTER_PORT=harness.free_port())
+    forks = []
+    for rank in map(str, range(processes)):
+        shared.update(RANK=rank, LOCAL_RANK=rank)
+        arguments = script or FOLDER / recipe, [], folder / rank
+        forks.append(harness.fork(*arguments, seconds=120, **shared))
+    done = [finish() for finish in forks]
+    failed = next((one for one in done if one.returncode), done[0])
+    stdout, stderr = ("".join(getattr(one, name) for one in done) for name in OUTPUTS)
+    values = dict(returncode=failed.returncode, stdout=stdout, stderr=stderr)
+    return types.SimpleNamespace(**values)
+
+
+def assert_shows(done, printed):
+    """Assert that a run succeeded and printed these lines, with any text for [...]."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    if not importlib.util.find_spec("wandb"):
+        printed = [line for line in printed if "W&B" not in line]
+    pattern = ".*".join(map(re.escape, "\n".join(printed).split("[...]")))
+    assert re.fullmatch(pattern, done.stdout.rstrip("\n")), done.stdout
 
 
 def test_there_are_recipes():
@@ -115,9 +230,28 @@ def test_there_are_recipes():
 def test_a_recipe_prints_what_it_shows(recipe, tmp_path, device, two):
     *_, printed = docstring(recipe)
     assert printed
-    done = run(recipe, tmp_path, device, two)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == printed
+    assert_shows(run(recipe, tmp_path, device, two), printed)
+
+
+@pytest.mark.parametrize(
+    "recipe", [swept_unless(recipe == "ema.py", recipe) for recipe in RECIPES]
+)
+def test_the_command_does_it(recipe, tmp_path, device, two):
+    """By torchrun; in the other tests, no launcher starts the processes."""
+    assert_shows(launch(recipe, tmp_path, device, two), docstring(recipe)[-1])
+
+
+@pytest.mark.sweep
+def test_a_plain_breakpoint_stops_all_ranks(tmp_path, device, two):
+    """Nobody has typed anything, and two prompts are in one terminal."""
+    script = tmp_path / "debug_one_rank.py"
+    plain = ("    dist.breakpoint(rank=faulty)", "    breakpoint()")
+    harness.replace_once(FOLDER / script.name, plain, target=script)
+    arguments = ["-m", "torch.distributed.run", "--standalone"]
+    arguments = [sys.executable, *arguments, f"--nproc-per-node={two}", str(script)]
+    options = dict(seconds=120, prompts=2, **variables(tmp_path, device))
+    done = in_terminal(arguments, tmp_path, **options)
+    assert num_prompts(done.stdout, tmp_path) == 2
 
 
 @pytest.mark.sweep
@@ -132,11 +266,9 @@ def test_the_proof_holds_on_three_processes(recipe, tmp_path, device):
 @pytest.mark.sweep
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_broken_recipe_fails(recipe, tmp_path, device, two):
-    old, new, message = BROKEN[recipe]
-    text = (FOLDER / recipe).read_text()
-    assert text.count(old) == 1, old
+    *change, message = BROKEN[recipe]
     script = tmp_path / recipe
-    script.write_text(text.replace(old, new))
+    harness.replace_once(FOLDER / recipe, change, target=script)
     done = run(recipe, tmp_path, device, two, script)
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stderr, done.stderr
