@@ -64,11 +64,13 @@ class Scheduling(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid):
-        notebook = re.search(r"notebook_runs_\w+\[(\S+\.ipynb)\]", nodeid)
+        notebook = re.search(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]", nodeid)
         if notebook is None:
             return super()._split_scope(nodeid)
-        uses_slurm = "cluster.start(" in (ROOT / notebook[1]).read_text()
-        return "notebooks with Slurm" if uses_slurm else notebook[1]
+        uses_slurm = "cluster.start(" in (ROOT / notebook[2]).read_text()
+        if uses_slurm and notebook[1] != "without_a_cluster":
+            return "notebooks with Slurm"
+        return nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

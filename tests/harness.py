@@ -39,10 +39,10 @@ from pathlib import Path
 import psutil
 import torch
 from torch import distributed as dist
-from torch import multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 
 from common import data
+from tests.by_fork import spawn_by_fork
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import launcher
@@ -57,7 +57,8 @@ LAUNCHER_ENV = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0
 ENDLESS = ["--epochs", "100000"]
 
 forkserver = multiprocessing.get_context("forkserver")
-preloaded = ["torch", "torchvision", "torch.distributed.checkpoint.state_dict"]
+preloaded = ["torch", "torchvision", "torch.distributed.checkpoint"]
+preloaded += ["torch.distributed.checkpoint.state_dict"]
 preloaded += ["tests.harness", "tests.forkserver_preload"]
 forkserver.set_forkserver_preload(preloaded)
 
@@ -146,6 +147,13 @@ def give_sets(module, train_set, val_set):
     module.data.load_data = module.data.load_text = lambda _: (train_set, val_set)
 
 
+def make_checkpointer(module, args, loader, *parts):
+    """Return the Checkpointer of a stage's script, for a run that saves nothing."""
+    if hasattr(module, "ShardedCheckpointer"):
+        return module.ShardedCheckpointer(args, loader, *parts, group=None)
+    return module.Checkpointer(args, loader, *parts)
+
+
 def shards_the_weights(stage):
     """Return whether a stage shards its model with FSDP2; the others copy it."""
     return "fully_shard(" in (ROOT / stage / "train.py").read_text()
@@ -183,14 +191,18 @@ def copied(stage, folder):
     return folder
 
 
-def changed(stage, folder, *replacements):
-    """Copy a stage and replace texts of its script, each of which is there once."""
-    script = copied(stage, folder) / stage / "train.py"
-    text = script.read_text()
+def replace_once(path, *replacements, target=None):
+    """Replace texts of a file, each of which is there once; write it, or `target`."""
+    text = path.read_text()
     for old, new in replacements:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    script.write_text(text)
+    (target or path).write_text(text)
+
+
+def changed(stage, folder, *replacements):
+    """Copy a stage and replace texts of its script, each of which is there once."""
+    replace_once(copied(stage, folder) / stage / "train.py", *replacements)
     return folder
 
 
@@ -314,22 +326,6 @@ def in_fork(script, arguments, folder, variables, prepare):
         prepare()
     sys.argv = [str(script), *map(str, arguments)]
     runpy.run_path(str(script), run_name="__main__")
-
-
-def spawn_by_fork():
-    """Have mp.spawn fork its processes, which have torch then; a `prepare`."""
-
-    def call_in_child(rank, function, *arguments):
-        function.__globals__["PARENT_PID"] = (
-            os.getppid()
-        )  # its script did, in the parent
-        function(rank, *arguments)
-
-    def spawn(function, arguments, nprocs, join):
-        arguments = (function, *arguments)
-        return mp.start_processes(call_in_child, arguments, nprocs, join, False, "fork")
-
-    mp.spawn = spawn
 
 
 def fork(script, arguments, folder, prepare=None, seconds=300, **variables):

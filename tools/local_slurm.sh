@@ -144,6 +144,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 # seconds between SIGTERM and SIGKILL
 KillWait=5
+# wait a minute for an answer, not 10 seconds: the machine may be busy with the jobs
+MessageTimeout=60
 # look for jobs that can start every two seconds, not every minute
 SchedulerParameters=sched_interval=2
 MailProg=/bin/true
