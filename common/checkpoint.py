@@ -30,7 +30,12 @@ def write_atomically(path, write):
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(path):
+    """Have the names in a directory on the disk (fsync) when this returns."""
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
@@ -42,14 +47,14 @@ def save(state, path):
     write_atomically(path, lambda file: torch.save(state, file))
 
 
-def load(path):
-    """Return what `save` wrote, its tensors on the CPU.
+def load(path, map_location="cpu"):
+    """Return what `save` wrote, its tensors on the CPU, or "meta": without their data.
 
     Runs no code from the file (weights_only=True). Raises ValueError if the file is
     missing, truncated, or not one that torch.save wrote.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location=map_location, weights_only=True)
     except (
         RuntimeError,
         EOFError,
@@ -66,10 +71,11 @@ def load_weights(model, path):
     """Load the weights in `path` into `model`.
 
     A file that cannot be read, or that holds another model's weights, ends the program
-    with one line.
+    with one line. A model on the meta device gets no weights; they are only checked.
     """
+    meta = any(parameter.is_meta for parameter in model.parameters())
     try:
-        weights = load(path)
+        weights = load(path, "meta" if meta else "cpu")
         model.load_state_dict(weights)
     except ValueError as error:
         fail(f"--evaluate: {error}")

@@ -14,6 +14,8 @@ from common.args import fail
 # them can change the weights: --device does by rounding, and --grad-accum-steps does,
 # like the number of processes, in a network with batch norm or dropout.
 HARMLESS_FLAGS = {
+    "activation_checkpointing",
+    "async_save",
     "checkpoint_dir",
     "checkpoint_every",
     "checkpoint_minutes",
@@ -30,11 +32,12 @@ HARMLESS_FLAGS = {
     "workers",
 }
 PARTS = ("model", "optimizer", "scheduler", "scaler")
-KEYS = {*PARTS, "step", "sums", "flags", "num_samples", "torch_version"}
+KEYS = {"step", "sums", "flags", "num_samples", "torch_version"}
+SHARDED = f"step-{9 * '[0-9]'}/.metadata"  # what stage 13 writes
 
 
-def read(path):
-    """Return what a checkpoint holds, its tensors on the CPU.
+def read(path, parts=PARTS):
+    """Return what a checkpoint with these parts holds, its tensors on the CPU.
 
     Raises ValueError if the file is corrupt or is something else.
     """
@@ -46,7 +49,7 @@ def read(path):
     except Exception as error:  # a flipped bit can raise anything, even KeyError
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{path} ({reason})") from error
-    if not isinstance(state, dict) or not state.keys() >= KEYS:
+    if not isinstance(state, dict) or not state.keys() >= {*parts, *KEYS}:
         raise ValueError(f"{path} (not a checkpoint)")
     return state
 
@@ -82,6 +85,7 @@ class Checkpointer:
         self.step = 0
         self.sums = None
         self.latest = None  # in the process that has looked for it
+        self.skipped = set()  # corrupt ones that a line on standard error has named
         self.last_save = time.monotonic()
 
     def paths(self):
@@ -89,6 +93,10 @@ class Checkpointer:
         if self.folder is None:
             return []
         return sorted(self.folder.glob("step-[0-9]*.pt"), reverse=True)
+
+    def read(self, path):
+        """Return the state in a checkpoint; ValueError if it is corrupt."""
+        return read(path)
 
     def find_latest(self):
         """Return the path of the latest readable checkpoint; None if there is none.
@@ -99,9 +107,11 @@ class Checkpointer:
         """
         for path in self.paths():
             try:
-                state = read(path)
+                state = self.read(path)
             except ValueError as error:
-                sys.stderr.write(f"skipping corrupt checkpoint {error}\n")
+                if path not in self.skipped:
+                    sys.stderr.write(f"skipping corrupt checkpoint {error}\n")
+                self.skipped.add(path)
                 continue
             for name, ours in self.circumstances.items():
                 if state[name] != ours:
@@ -115,14 +125,20 @@ class Checkpointer:
         """Return the state in a checkpoint, its tensors on the CPU; None for None.
 
         A checkpoint that is corrupt, that another process cannot see, or that was
-        written with other flags ends the program with one line.
+        written with other flags ends the program with one line; so does a directory of
+        sharded checkpoints, from which a run would silently start again.
         """
         if path is None:
+            if self.folder and any(self.folder.glob(SHARDED)):
+                fail(
+                    f"--checkpoint-dir: {self.folder} has sharded checkpoints, and this"
+                    " script's are one file each; name another directory"
+                )
             return None
         if not path.exists():
             fail(f"--checkpoint-dir: {path} must be on a disk that every node sees")
         try:
-            state = read(path)
+            state = self.read(path)
         except ValueError as error:
             fail(f"--checkpoint-dir: no checkpoint can be read, not even {error}")
         for flag in sorted(self.flags.keys() | state["flags"].keys()):
@@ -160,7 +176,12 @@ class Checkpointer:
         return max(self.step - (epoch - 1) * steps_per_epoch, 0)
 
     def minutes_since_save(self):
-        """Return the minutes since this process last saved, or since it started."""
+        """Return the minutes since this process last saved, or since it started.
+
+        Without --checkpoint-dir it is always 0.
+        """
+        if self.folder is None:
+            return 0.0
         return (time.monotonic() - self.last_save) / 60
 
     def save(self, step, sums, write=True):
@@ -196,4 +217,8 @@ class Checkpointer:
         older = [path for path in self.paths() if path < newest]
         kept = {newest, *older[: self.keep - 1]}
         for path in {*self.paths(), *self.folder.glob(".step-*.tmp")} - kept:
-            path.unlink(missing_ok=True)
+            self.remove(path)
+
+    def remove(self, path):
+        """Remove a checkpoint, or what is left of one."""
+        path.unlink(missing_ok=True)

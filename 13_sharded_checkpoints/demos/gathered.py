@@ -1,0 +1,100 @@
+"""Measure what each of four ranks holds and writes for a checkpoint.
+
+torchrun --standalone --nproc-per-node=4 13_sharded_checkpoints/demos/gathered.py
+
+It compares stage 12, where rank 0 gathers the whole state, with stage 13.
+"""
+
+import gc
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.full_state import FullModel
+from common.full_state import FullOptimizer
+from common.model import GPT
+from common.sharded_state import ShardedModel
+from common.sharded_state import ShardedOptimizer
+
+
+class AllGathers(TorchDispatchMode):
+    """Add up the bytes of the tensors that all-gathers make."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if "all_gather" in str(function):
+            self.bytes += sum(each.nbytes for each in tree_leaves(result))
+        return result
+
+
+def make():
+    """Return a sharded GPT and its AdamW, which has taken a step."""
+    torch.manual_seed(0)
+    model = GPT(256, 32, width=256, depth=4)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(256, (2, 32))
+    nn.functional.cross_entropy(model(tokens), tokens).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def size(state):
+    """Return the bytes that this process holds of a state: of DTensors, its shards."""
+    tensors = filter(torch.is_tensor, tree_leaves(state))
+    return sum(
+        (each.to_local() if isinstance(each, DTensor) else each).nbytes
+        for each in tensors
+    )
+
+
+def row(name, number):
+    """Print a number of bytes of each rank."""
+    numbers = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers, torch.tensor([number / 2**20]))
+    if dist.get_rank() == 0:
+        print(f"{name:30}" + "".join(f"{float(each):8.1f}" for each in numbers))
+
+
+def main(folder):
+    model, optimizer = make()
+    if dist.get_rank() == 0:
+        print("MiB on rank                          0       1       2       3")
+    with AllGathers() as gathers:
+        full = [FullModel(model), FullOptimizer(model, optimizer)]
+        full = [part.state_dict() for part in full]
+    row("stage 12: gathered", gathers.bytes)
+    row("stage 12: held for the file", size(full))
+    with AllGathers() as gathers:
+        shards = [ShardedModel(model), ShardedOptimizer(model, optimizer)]
+        state = {"model": shards[0], "optimizer": shards[1]}
+        dcp.save(state, checkpoint_id=folder)
+    row("stage 13: gathered", gathers.bytes)
+    row("stage 13: held for its file", size([part.state_dict() for part in shards]))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # rank 0's
+        main(folders[0])
+        dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""Measure the CPU memory that each rank needs to make and shard a model, three ways.
+
+torchrun --standalone --nproc-per-node=4 13_sharded_checkpoints/demos/meta_memory.py \
+    FOLDER
+"""
+
+import gc
+import runpy
+import sys
+import time
+import types
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common.model import GPT
+
+ARGS = types.SimpleNamespace(
+    device=torch.device("cpu"),
+    amp="off",
+    keep_unsharded=False,
+    activation_checkpointing=False,
+)
+
+
+class Memory(TorchDispatchMode):
+    """Note the bytes of the tensors that are alive, and the most at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def now(self):
+        alive = [storage for each in self.storages.values() if (storage := each())]
+        return sum(storage.nbytes() for storage in alive)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            # a tensor on the meta device has no memory
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
+        if self.now() > self.peak:
+            # gloo's threads let go of the tensors of a collective just after its end
+            time.sleep(0.002)
+            self.peak = max(self.peak, self.now())
+        return result
+
+
+# ---- the three ways ------------------------------------------------------------------
+def make(device):
+    """Return a GPT on a device: 12.6 MiB, or nothing at all."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(256, 32, width=256, depth=4)
+
+
+def whole_on_every_rank():
+    """Make and shard a model as stage 12 does."""
+    model = make("cpu")
+    yield
+    runpy.run_path(ROOT / "12_fsdp/train.py")["shard_model"](ARGS, model)
+    yield model
+
+
+def whole_on_rank_0():
+    """Make and shard a model as stage 13 does."""
+    model = make("cpu" if dist.get_rank() == 0 else "meta")
+    yield
+    script = ROOT / "13_sharded_checkpoints/train.py"
+    runpy.run_path(script)["shard_model"](ARGS, model)
+    yield model
+
+
+def from_a_checkpoint():
+    """Make a model on the meta device on all ranks, and load its shards."""
+    model = make("meta")
+    yield
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    state = {"model": get_model_state_dict(model)}  # the empty shards, to be filled
+    dcp.load(state, checkpoint_id=sys.argv[1])
+    yield model
+
+
+WAYS = (whole_on_every_rank, whole_on_rank_0, from_a_checkpoint)
+
+
+def measure(way):
+    """Return the MiB after making, the most at any time and in the end; the shards."""
+    with Memory() as memory:
+        steps = way()
+        next(steps)
+        made = memory.now()
+        model = next(steps)
+        steps.close()
+        gc.collect()
+        held = [made, memory.peak, memory.now()]
+    return torch.tensor(held) / 2**20, get_model_state_dict(model)
+
+
+def main():
+    log = print if dist.get_rank() == 0 else lambda *_: None
+    log("MiB                  rank   made   peak  sharded")
+    first = None
+    for way in WAYS:
+        held, shards = measure(way)
+        if first is None:
+            dcp.save({"model": shards}, checkpoint_id=sys.argv[1])
+            first = shards
+        for name, shard in shards.items():
+            assert shard.to_local().equal(first[name].to_local())
+        table = [torch.empty(3) for _ in range(dist.get_world_size())]
+        dist.all_gather(table, held)
+        for rank, row in enumerate(table):
+            cells = "{:7.1f}{:7.1f}{:9.1f}".format(*row.tolist())
+            log(f"{way.__name__:21}{rank:4}{cells}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    gc.collect()
+    dist.destroy_process_group()

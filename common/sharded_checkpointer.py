@@ -1,0 +1,240 @@
+"""Saves the training state in shards, one folder per step, and resumes from them.
+
+A folder has what torch.distributed.checkpoint writes: the shards in `__0_0.distcp`,
+`__1_0.distcp` and so on, and in `.metadata` which tensor is where. Beside each of these
+files is its checksum. The states of the scheduler and the scaler, the number of steps
+and the flags are in `rest.pt`. The folder is written as `.step-N.tmp`, and renamed when
+all processes have written their part.
+
+torch reads `.metadata`, and what is not a tensor in the other files, with pickle, which
+runs any code that is in it: resume only from checkpoints of your own.
+"""
+
+import contextlib
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from common import checkpoint
+from common.args import fail
+from common.checkpointer import Checkpointer
+from common.checkpointer import read
+
+REST = "rest.pt"
+
+
+def checksum(path):
+    """Return the CRC-32 of a file, in hexadecimal digits."""
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            value = zlib.crc32(part, value)
+    return f"{value:08x}\n".encode()
+
+
+def checksum_file(path):
+    """Return where the checksum of a file stands."""
+    return path.with_name(f"{path.name}.crc32")
+
+
+def write_checksum(path):
+    """Write the checksum of a file beside it."""
+    text = checksum(path)
+    checkpoint.write_atomically(checksum_file(path), lambda file: file.write(text))
+
+
+def check(path):
+    """Raise ValueError if a file is not as it was written, OSError if it is missing."""
+    if checksum_file(path).read_bytes() != checksum(path):
+        raise ValueError(f"{path.name}: the checksum does not match")
+
+
+def remove(path):
+    """Remove a file, or a folder: under its name it is there whole or not at all."""
+    if path.is_dir():
+        path = path.rename(path.with_name(f".{path.name.strip('.')}.removed.tmp"))
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def reason(error):
+    """Return why a save or a load failed, in one line, from a CheckpointException."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {' '.join(str(cause).split()) or type(cause).__name__}"
+
+
+class Writer(FileSystemWriter):
+    """Writes a folder for torch.distributed.checkpoint, complete or under another name.
+
+    folder: its path in the end; rest: what goes to rest.pt; prune: called with the
+    path when the folder is there. torch calls the first two methods in all processes;
+    rank 0 calls the others, the one before anything is written and the other after it.
+    """
+
+    def __init__(self, folder, rest, prune):
+        super().__init__(folder.with_name(f".{folder.name}.tmp"))
+        self.folder = folder
+        self.rest = rest
+        self.prune = prune
+
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        """Note whether this is rank 0."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan):
+        """Make the folder, since not every disk shows at once what rank 0 makes."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def write_data(self, plan, planner):
+        """Write this process's shards and their checksum."""
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            write_checksum(self.path / name)
+        return written
+
+    def prepare_global_plan(self, plans):
+        """Remove what a save that was killed has left there."""
+        for leftover in self.path.iterdir():
+            leftover.unlink()
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata, results):
+        """Write what is written once, and give the folder its name."""
+        super().finish(metadata, results)
+        write_checksum(self.path / ".metadata")
+        checkpoint.save(self.rest, self.path / REST)
+        if self.folder.exists():  # a corrupt one
+            remove(self.folder)
+        self.path.rename(self.folder)
+        checkpoint.sync_directory(self.folder.parent)
+        with contextlib.suppress(OSError):
+            self.prune(self.folder)
+
+
+class Reader(FileSystemReader):
+    """Reads the shards in a folder; a file that is not as written is a ValueError.
+
+    Each process checks the files that it reads, so that all check them together.
+    """
+
+    def read_data(self, plan, planner):
+        """Read what this process needs."""
+        needed = [self.storage_data[item.storage_index] for item in plan.items]
+        for name in {info.relative_path for info in needed}:
+            check(Path(self.path) / name)
+        return super().read_data(plan, planner)
+
+
+class ShardedCheckpointer(Checkpointer):
+    """Keeps sharded checkpoints, which the script writes and reads with torch's calls.
+
+    The arguments are those of Checkpointer, and a process group on the CPU that nothing
+    but the saves may use.
+
+    state: what has shards, for dcp.save and dcp.load; pending: the future of a save
+    that goes on while training does, or None.
+    """
+
+    def __init__(self, args, loader, model, optimizer, scheduler, scaler, group):
+        super().__init__(args, loader, model, optimizer, scheduler, scaler)
+        self.state = {name: self.parts.pop(name) for name in ("model", "optimizer")}
+        self.group = group
+        self.pending = None
+        self.writer = None
+        self.corrupt = {}
+
+    def paths(self):
+        """Return the paths of the checkpoints, the latest first."""
+        if self.folder is None:
+            return []
+        found = self.folder.glob(f"step-{9 * '[0-9]'}")  # no copy with a longer name
+        return sorted((path for path in found if path.is_dir()), reverse=True)
+
+    def read(self, path):
+        """Return the rest of a state; ValueError if the checkpoint is corrupt."""
+        if path in self.corrupt:
+            raise ValueError(f"{path} ({self.corrupt[path]})")
+        try:
+            check(path / ".metadata")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} ({error})") from error
+        return read(path / REST, self.parts)
+
+    def reader(self, path):
+        """Return the storage_reader for a checkpoint, or end the program as `load`."""
+        self.load(path)
+        return Reader(path)
+
+    def set_aside(self, path, error):
+        """Note, from a CheckpointException, that a checkpoint cannot be read.
+
+        Raises what has another cause, an interrupt or a lack of memory for instance:
+        otherwise a run resumes from an older checkpoint, and removes this one.
+        """
+        for cause, _ in error.failures.values():
+            if not isinstance(cause, (OSError, ValueError)):
+                raise error
+        self.corrupt[path] = reason(error)
+
+    def load(self, path):
+        """Return the rest of the state in a checkpoint; None for None.
+
+        Ends the program as `Checkpointer.load` does, also in a directory with
+        checkpoints in one file each, from which a run would silently start again.
+        """
+        if path is None and self.folder and any(self.folder.glob("step-*.pt")):
+            fail(
+                f"--checkpoint-dir: {self.folder} has checkpoints in one file each, and"
+                " this script's are folders; name another directory"
+            )
+        return super().load(path)
+
+    @contextlib.contextmanager
+    def saving(self, step, sums):
+        """Yield the storage_writer for a checkpoint after `step`; report a failure.
+
+        sums: as in `Checkpointer.save`. If a process cannot write, the earlier
+        checkpoints stay, and a line on standard error says why. That a save which goes
+        on has failed is found out by `wait`.
+        """
+        self.last_save = time.monotonic()
+        rest = {name: part.state_dict() for name, part in self.parts.items()}
+        rest |= {"step": step, "sums": sums.cpu(), "flags": self.flags}
+        rest |= self.circumstances
+        path = self.folder / f"step-{step:09}"
+        self.writer = Writer(path, rest, self.prune)
+        with self.failure_reported():
+            yield self.writer
+
+    def wait(self):
+        """Wait until the save that goes on has ended, if there is one."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with self.failure_reported():
+                pending.result()
+
+    @contextlib.contextmanager
+    def failure_reported(self):
+        """Go on if the block cannot write, with a line on standard error in rank 0."""
+        try:
+            yield
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if not isinstance(cause, (OSError, RuntimeError)):
+                    raise
+            if self.writer.is_coordinator:
+                name = self.writer.folder.name
+                sys.stderr.write(f"{name}: checkpoint not written ({reason(error)})\n")
+                with contextlib.suppress(OSError):
+                    remove(Path(self.writer.path))
+
+    def remove(self, path):
+        """Remove a checkpoint, or what is left of one."""
+        remove(path)
