@@ -1,4 +1,4 @@
-"""docs/your_own_script: in both pairs, the second script trains what the first does."""
+"""docs/your_own_script: in each pair, the second script trains what the first does."""
 
 import ast
 import contextlib
@@ -18,15 +18,19 @@ import torch
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "your_own_script"
 BEFORE, AFTER = FOLDER / "before.py", FOLDER / "after.py"
 DDP, FSDP = FOLDER / "ddp.py", FOLDER / "fsdp.py"
-PAIRS = {"DDP": (BEFORE, AFTER), "FSDP": (DDP, FSDP)}
+RESUME = FOLDER / "fsdp_resume.py"
+PAIRS = {"DDP": (BEFORE, AFTER), "FSDP": (DDP, FSDP), "RESUME": (FSDP, RESUME)}
 TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
 STEPS = TRAIN_SIZE // BATCH_SIZE
-BUDGET = {BEFORE: 70, AFTER: 110, DDP: 130, FSDP: 160, "DDP": 60, "FSDP": 60}
+BUDGET = {BEFORE: 70, AFTER: 110, DDP: 140, FSDP: 160, RESUME: 200}
+BUDGET |= dict.fromkeys(PAIRS, 60)
 
 # Runs a script in float64 and records what each rank saw, drew, reduced, and saved.
+# With KILLED_IN_SAVE=3, SIGKILL ends the last rank while it writes checkpoint 3.
 SPY = """
 import os, runpy, sys, torch
 from torch import distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 torch.set_default_dtype(torch.float64)
 record = {"batches": [], "noise": [], "reduced": [], "ranks": 1, "saves": 0}
@@ -56,6 +60,14 @@ def spy_clip(parameters, max_norm):
     record["elements"] = sum(each.numel() for each in gradients)
     return clip(parameters, max_norm)
 
+def spy_write_data(self, plan, planner):
+    record["checkpoints"] = record.get("checkpoints", 0) + 1
+    last_rank = dist.get_rank() == dist.get_world_size() - 1
+    if last_rank and os.environ.get("KILLED_IN_SAVE") == str(record["checkpoints"]):
+        os.kill(os.getpid(), 9)
+    return write_data(self, plan, planner)
+
+write_data, FileSystemWriter.write_data = FileSystemWriter.write_data, spy_write_data
 torch.randn_like, dist.all_reduce, torch.save = spy_randn_like, spy_all_reduce, spy_save
 torch.nn.utils.clip_grad_norm_ = spy_clip
 sys.argv = sys.argv[1:]
@@ -78,9 +90,9 @@ def losses(screen):
     return [float(number) for number in re.findall(r"loss ([\d.]+)", screen)]
 
 
-def execute(arguments, folder, processes):
+def execute(arguments, folder, processes, code=0, **variables):
     """Run a command in `folder` to its end and return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     if torch.cuda.device_count() < processes:
@@ -97,20 +109,21 @@ def execute(arguments, folder, processes):
             stdout, stderr = child.communicate(timeout=300)
         finally:
             child.terminate()  # torchrun then ends its ranks; SIGKILL would orphan them
-    assert child.returncode == 0, stdout + stderr
+    assert child.returncode == code, stdout + stderr
     return stdout
 
 
 def torchrun(processes, *words):
-    """Return the arguments of python with which torchrun starts a script."""
+    """Return the arguments of python with which torchrun starts a script, by forks."""
     options = ["--standalone", f"--nproc-per-node={processes}"]
-    return ["-m", "torch.distributed.run", *options, *map(str, words)]
+    program = [FOLDER.parents[1] / "tests" / "by_fork.py", "torchrun"]
+    return [*program, *options, *map(str, words)]
 
 
-def launch(processes, folder, script=AFTER):
+def launch(processes, folder, script=AFTER, *flags):
     """Run a script under torchrun, without noise; return what all its ranks did."""
     (folder / "spy.py").write_text(SPY)
-    arguments = torchrun(processes, "spy.py", script, "--noise=0")
+    arguments = torchrun(processes, "spy.py", script, "--noise=0", *flags)
     screen = execute(arguments, folder, processes)
     files = sorted(folder.glob("record*.pt"))
     weights = torch.load(folder / "model.pt", map_location="cpu")
@@ -223,11 +236,12 @@ def test_plain_python_names_torchrun(here, monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_that_cannot_be_divided(here, monkeypatch, capsys):
+@pytest.mark.parametrize("script", [AFTER, DDP, FSDP, RESUME], ids=lambda s: s.name)
+def test_a_batch_that_cannot_be_divided(script, here, monkeypatch, capsys):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="^2$"):
-        here(AFTER, "--batch-size=63")
+        here(script, "--batch-size=63")
     assert "--batch-size must be divisible" in capsys.readouterr().err
 
 
@@ -266,12 +280,47 @@ def test_with_fsdp_rank_0_alone_writes_and_every_sample_counts_once(by_ddp, by_f
     assert '--batch-size", type=int, default=100' in FSDP.read_text()
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("script", [DDP, FSDP], ids=lambda path: path.name)
+def test_a_local_batch_in_fewer_micro_batches(script, tmp_path):
+    """A rank's 33 samples in 8 micro-batches are 7, and the last of them is the last.
+
+    Otherwise no rank sends its gradient, and with DDP nothing fails.
+    """
+    runs = []
+    for micro_batches in ("1", "8"):
+        folder = tmp_path / micro_batches
+        folder.mkdir()
+        flags = ("--batch-size=66", "--epochs=1", f"--micro-batches={micro_batches}")
+        runs.append(launch(2, folder, script, *flags))
+    one, other = runs
+    assert one.screen == other.screen
+    assert largest_difference(one.weights, other.weights) <= 1e-10
+
+
 def test_fsdp_in_bf16(tmp_path):
     """In float32, with gathered weights and the layers' arithmetic in 16 bits."""
     screen = execute(torchrun(2, FSDP, "--bf16"), tmp_path, 2)
     assert losses(screen)[-1] < 0.5 * losses(screen)[0]
     weights = torch.load(tmp_path / "model.pt")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_a_run_that_is_killed_while_it_saves_is_resumed(by_ddp, tmp_path):
+    """On another number of processes; in the end it has the weights of DDP."""
+    (tmp_path / "spy.py").write_text(SPY)
+    arguments = torchrun(2, "spy.py", RESUME, "--noise=0")
+    killed = execute(arguments, tmp_path, 2, code=1, KILLED_IN_SAVE="3")
+    folder = tmp_path / "checkpoints"
+    left = {".epoch-0003.tmp", "epoch-0001", "epoch-0002"}
+    assert {path.name for path in folder.iterdir()} == left
+    resumed = launch(1, tmp_path, RESUME)
+    first, *rest = resumed.screen.splitlines()
+    assert first == f"resumed from {Path('checkpoints', 'epoch-0002')}"
+    assert [*killed.splitlines()[:2], *rest] == by_ddp.screen.splitlines()
+    assert largest_difference(resumed.weights, by_ddp.weights) <= 1e-10
+    written = {f"epoch-000{n}" for n in (1, 2, 3, 4)}
+    assert {path.name for path in folder.iterdir()} == written
 
 
 # ---- the diffs -----------------------------------------------------------------------
@@ -297,7 +346,9 @@ def test_lengths():
     assert max(len(line) for path in paths for line in lengths[path]) <= 88
 
 
-@pytest.mark.parametrize("path", [BEFORE, AFTER, DDP, FSDP], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [BEFORE, AFTER, DDP, FSDP, RESUME], ids=lambda path: path.name
+)
 def test_self_contained(path):
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -305,7 +356,7 @@ def test_self_contained(path):
         names += (
             [name.name for name in node.names] if isinstance(node, ast.Import) else []
         )
-    known = {"argparse", "contextlib", "gc", "os", "torch"}
+    known = {"argparse", "contextlib", "gc", "os", "pathlib", "torch"}
     assert {name.split(".")[0] for name in names} <= known
 
 
@@ -371,6 +422,22 @@ def test_the_checklist_is_in_the_diff(text):
 )
 def test_the_checklist_of_fsdp_is_in_the_diff(text):
     added = [line for hunk in hunks("FSDP") for line in hunk if line.startswith("+")]
+    assert any(text in line.partition("#")[0] for line in added)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "get_state_dict(model, optimizer)",
+        "dcp.save(",
+        "unfinished.rename(path)",
+        "dist.broadcast_object_list(found)",
+        "dcp.load(",
+        "set_state_dict(",
+    ],
+)
+def test_what_a_checkpoint_needs_is_in_the_diff(text):
+    added = [line for hunk in hunks("RESUME") for line in hunk if line.startswith("+")]
     assert any(text in line.partition("#")[0] for line in added)
 
 

@@ -53,7 +53,7 @@ def train_one_epoch(args, model, loader, optimizer, device):
         parts = [tensor.to(device).chunk(args.micro_batches) for tensor in batch]
         for number, (points, labels) in enumerate(zip(*parts, strict=True), start=1):
             points = points + args.noise * torch.randn_like(points)  # augmentation
-            last = number == args.micro_batches
+            last = number == len(parts[0])
             sync = contextlib.nullcontext() if last else model.no_sync()
             with sync, torch.autocast(device.type, torch.bfloat16, args.bf16):
                 loss = nn.functional.cross_entropy(model(points), labels)
@@ -92,6 +92,8 @@ def main():
     args = parser.parse_args()
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if args.batch_size % world_size:  # otherwise the global batch shrinks silently
+        parser.error(f"--batch-size must be divisible by the world size ({world_size})")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)

@@ -55,16 +55,16 @@ def train_one_epoch(args, model, loader, optimizer, device):
         parts = [tensor.to(device).chunk(args.micro_batches) for tensor in batch]
         for number, (points, labels) in enumerate(zip(*parts, strict=True), start=1):
             points = points + args.noise * torch.randn_like(points)  # augmentation
-            last = number == args.micro_batches
-            # Not no_sync(), which FSDP does not have. It stays in force until changed.
+            last = number == len(parts[0])
+            # In place of DDP's no_sync(). The setting stays until it is changed.
             model.set_requires_gradient_sync(last)
             with torch.autocast(device.type, torch.bfloat16, args.bf16):
                 loss = nn.functional.cross_entropy(model(points), labels)
             (loss * len(labels) / len(batch[1])).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
-    # The norm over the shards of all ranks. Otherwise a DTensor, which f"{norm:.4f}"
-    # refuses with a TypeError.
+    # All ranks have to call full_tensor(): the norm is a DTensor, and otherwise
+    # f"{norm:.4f}" raises a TypeError.
     return norm.full_tensor()
 
 
@@ -72,8 +72,8 @@ def train_one_epoch(args, model, loader, optimizer, device):
 def evaluate(args, model, loader, device):
     model.eval()
     loss_sum, correct, seen = 0.0, 0, 0
-    # As many forward passes on every rank, some on an empty batch: otherwise a rank
-    # with one batch more waits forever for the other ranks' shards.
+    # The same number of forward passes on every rank, some on an empty batch: otherwise
+    # a rank with one batch more waits for the others' shards until the timeout.
     most = torch.tensor(len(loader), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     empty = torch.empty(0, 2), torch.empty(0, dtype=torch.int64)
@@ -104,6 +104,8 @@ def main():
     args = parser.parse_args()
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if args.batch_size % world_size:  # otherwise the global batch shrinks silently
+        parser.error(f"--batch-size must be divisible by the world size ({world_size})")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
@@ -147,7 +149,7 @@ def main():
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
     if rank == 0:
-        torch.save(weights, "model.pt")  # whole tensors, for the model as it was
+        torch.save(weights, "model.pt")  # whole tensors, which Classifier() can load
 
 
 if __name__ == "__main__":
