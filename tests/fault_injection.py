@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -47,7 +48,8 @@ def signalled(step, *names, ranks=("0", "1", "2", "3")):
 
 def killed_at(call, name):
     """Have the process kill itself just before a function's n-th call."""
-    owner = {"fsync": os, "replace": Path, "unlink": Path}[name]
+    owners = {"fsync": os, "replace": Path, "unlink": Path, "rename": Path}
+    owner = {**owners, "rmtree": shutil}[name]
     original, calls = getattr(owner, name), itertools.count(1)
 
     def counted(*args, **options):
@@ -128,7 +130,8 @@ def weights_kept(step, folder):
     count = itertools.count(1)
 
     def save(optimizer, *_):
-        if next(count) == step:
+        # torch takes one with learning rate 0 to make the optimizer's state
+        if optimizer.param_groups[0]["lr"] and next(count) == step:
             groups = [group["params"] for group in optimizer.param_groups]
             weights = [each.detach() for group in groups for each in group]
             # FSDP2's are shards, and the other ranks are here, too.

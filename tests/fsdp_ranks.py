@@ -9,15 +9,16 @@ import types
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.checkpointer import Checkpointer
 from common.full_state import FullModel
 from common.model import GPT
 from common.model import decay_groups
 from tests.harness import FakeLoader
 from tests.harness import load_stage
+from tests.harness import make_checkpointer
 from tests.harness import plain
 
 WINDOWS, CONTEXT = 12, 8  # of a global batch
@@ -37,6 +38,21 @@ class Collectives(TorchDispatchMode):
         elif name == "c10d._reduce_scatter_base_.default":
             self.seen.append(("reduce_scatter", args[1].dtype, args[1].nbytes))
         return operation(*args, **(kwargs or {}))
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Counts the bytes that forward passes keep for their backward passes.
+
+    What activation checkpointing computes again has hooks of its own.
+    """
+
+    def __init__(self):
+        super().__init__(self.pack, lambda tensor: tensor)
+        self.bytes = 0
+
+    def pack(self, tensor):
+        self.bytes += tensor.nbytes
+        return tensor
 
 
 def local_bytes(tensors):
@@ -70,6 +86,7 @@ def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
     """
     defaults = {"width": 20, "depth": 4, "heads": 2, "amp": "off"}
     defaults |= {"keep_unsharded": False, "grad_accum_steps": 1}
+    defaults |= {"activation_checkpointing": False}
     args = types.SimpleNamespace(
         device=torch.device("cpu"),
         dtype=dtype,
@@ -100,10 +117,12 @@ def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
     for step in range(1, steps + 1):
         loader = FakeLoader([tuple(each[own] for each in whole_batch(step))])
         parts = (model, optimizer, scheduler, scaler)
-        ckpt = Checkpointer(args, loader, *parts)
-        with Collectives() as collectives:
+        ckpt = make_checkpointer(module, args, loader, *parts)
+        saved = SavedTensors()
+        with Collectives() as collectives, saved:
             module.train_one_epoch(args, 1, model, loader, *parts[1:], ckpt, no_signal)
         seen.collectives = collectives.seen
+    seen.saved = saved.bytes
     del loader, ckpt, parts
     seen.params = local_bytes(model.parameters())
     seen.grads = local_bytes(each.grad for each in model.parameters())

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from common import checkpointer
 from common import data
+from common.model import GPT
+from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled
 
 
@@ -93,3 +96,30 @@ def broadcasts_printed():
 def blind_and_broadcasts_printed(*ranks):
     blind(*ranks)
     broadcasts_printed()
+
+
+def unable_to_write(rank, most):
+    """Have one rank write no file that is larger, as if its disk was full."""
+    if os.environ["RANK"] == rank:
+        no_large_files(most)
+
+
+def killed_while_loading(rank):
+    """Have one rank kill itself when it is to read its shards."""
+
+    def kill(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == rank:
+        FileSystemReader.read_data = kill
+
+
+def devices_of_the_model_printed():
+    """Have the process print where the weights are before they are sharded."""
+    to = GPT.to
+
+    def printed(model, dtype):
+        print("weights on", *{each.device.type for each in model.parameters()})
+        return to(model, dtype)
+
+    GPT.to = printed

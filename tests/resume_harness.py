@@ -70,7 +70,7 @@ class Run:
 
     def paths(self):
         """Return the paths of its checkpoints, the latest first."""
-        return sorted(self.checkpoint_dir.glob("step-*.pt"), reverse=True)
+        return sorted(self.checkpoint_dir.glob("step-*"), reverse=True)
 
     def steps(self):
         """Return the steps of its checkpoints, the latest first."""
@@ -81,15 +81,26 @@ class Run:
         return max(self.steps(), default=0)
 
     def files(self):
-        """Return the names and the contents of the files beside its checkpoints."""
-        return {path.name: path.read_bytes() for path in self.checkpoint_dir.iterdir()}
+        """Return the contents of the files in its checkpoint directory, by paths."""
+        files = [path for path in self.checkpoint_dir.rglob("*") if path.is_file()]
+        return {
+            str(path.relative_to(self.checkpoint_dir)): path.read_bytes()
+            for path in files
+        }
 
     def assert_no_step_is_lost_or_doubled(self, steps, what=""):
         """Look at the last checkpoint and the metrics of this run, which has ended."""
-        state = checkpointer.read(self.paths()[0])
+        state = read_state(self.paths()[0])
         assert state["step"] == state["scheduler"]["last_epoch"] == steps, what
         targets = rows(self.out_dir)[-1]["train"]["count"]
         assert state["sums"][:, 3].sum() == targets, what
+
+
+def read_state(path):
+    """Return what a checkpoint holds; of one that is a folder, what has no shards."""
+    if path.is_dir():
+        return checkpointer.read(path / "rest.pt", ("scheduler", "scaler"))
+    return checkpointer.read(path)
 
 
 def step_of(path):

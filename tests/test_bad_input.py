@@ -113,7 +113,7 @@ def is_default(stage, what):
 
 
 @pytest.mark.fault(
-    stages="01 to 12",
+    stages="01 to 13",
     what="a flag is wrong, or a file or directory is missing, truncated or of the wrong"
     " kind",
     sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under"
@@ -161,7 +161,7 @@ VARIABLES = [
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 12",
+    stages="03, 06 to 13",
     what="a launcher's variables are missing or contradict each other; a stage is"
     " started with python instead of its launcher",
     sees="one line, `train.py: error: ...`, that names the variable and, if it is"
@@ -189,7 +189,7 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 12",
+    stages="03, 06 to 13",
     what="another program listens on the port that a launcher chose",
     sees="`check MASTER_ADDR and MASTER_PORT: ... in use`; exit code 2",
     seconds=20,

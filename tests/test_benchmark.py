@@ -77,6 +77,7 @@ def test_the_tables_can_be_shown_again(measured, tmp_path):
         assert min(picture.size) > 200
 
 
+@pytest.mark.sweep
 def test_each_epoch_is_compared_with_the_limit_around_it(args, two):
     row, counted = compare.train(args, "03_ddp_launch", two, 60, "ddp")
     epochs = args.epochs - 1  # the first warms up
@@ -136,6 +137,7 @@ def test_windows_of_equal_rows_are_pooled():
     assert second["s"] == {"median": 7.0, "least": 7.0, "most": 7.0}
 
 
+@pytest.mark.sweep
 def test_the_collectives_are_counted(args, several):
     """Stage 04 sends its gradient, in one bucket, and nothing else while it trains."""
     _, counted = compare.train(args, "04_ddp_spawn", several, 60)
@@ -143,6 +145,7 @@ def test_the_collectives_are_counted(args, several):
     assert counted["per_step"] == {"all_reduce": {"calls": 1, "bytes": size}}
 
 
+@pytest.mark.sweep
 def test_language_models_are_compared_at_one_work(several, device, tmp_path):
     """Stage 12 with one block: gathered for forward and backward, or for both."""
     path = tmp_path / "results.json"
@@ -217,6 +220,7 @@ def test_bad_input_gets_one_line(script, flags, named, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.sweep
 def test_the_cost_of_a_vote_is_measured_both_ways(tmp_path):
     done = run([sys.executable, "-m", "benchmarks.vote_cost", "20"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -233,6 +237,7 @@ def test_the_rates_of_the_input_path_are_printed(tmp_path):
     assert len(rows) == 4 and all(re.search(r" [1-9][\d,]*$", row) for row in rows)
 
 
+@pytest.mark.sweep
 def test_what_a_step_waits_for_is_printed(several, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone"]
     module = [f"--nproc-per-node={several}", "-m", "benchmarks.communication"]

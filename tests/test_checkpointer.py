@@ -36,6 +36,7 @@ COMPARED_WITH_IMAGES = {
 COMPARED_WITH_TEXT = {"text_file", "context_length", "width", "depth", "heads"}
 COMPARED_WITH_SHARDS = {"keep_unsharded"}
 ONLY_WITH_IMAGES, ONLY_WITH_TEXT = {"data_dir", "download"}, {"sample"}
+ONLY_WITH_FOLDERS = {"activation_checkpointing", "async_save"}
 SUMS = torch.arange(8, dtype=torch.float64).reshape(2, 4)
 
 
@@ -169,7 +170,8 @@ def test_every_flag_is_compared_unless_it_is_harmless(
     stage, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-dir", "checkpoints"])
-    args = load_stage(stage).parse_args()
+    module = load_stage(stage)
+    args = module.parse_args()
     if trains_on_text(stage):
         compared = COMPARED_FLAGS | COMPARED_WITH_TEXT
         if shards_the_weights(stage):
@@ -178,6 +180,8 @@ def test_every_flag_is_compared_unless_it_is_harmless(
     else:
         compared = COMPARED_FLAGS | COMPARED_WITH_IMAGES
         harmless = HARMLESS_FLAGS - ONLY_WITH_TEXT
+    if not hasattr(module, "ShardedCheckpointer"):
+        harmless = harmless - ONLY_WITH_FOLDERS
     assert vars(args).keys() == harmless | compared
     assert HARMLESS_FLAGS.isdisjoint(compared)
     path = tmp_path / "step-000000007.pt"
@@ -355,6 +359,17 @@ def test_a_checkpoint_that_this_process_cannot_see(tmp_path, capsys):
     with pytest.raises(SystemExit, match="^2$"):
         make(tmp_path).load(path)
     assert f"{path} must be on a disk that every node sees" in error_line(capsys)
+
+
+def test_sharded_checkpoints_are_refused(tmp_path, capsys):
+    folder = tmp_path / "step-000000004"
+    folder.mkdir()
+    (folder / ".metadata").write_text("of stage 13")
+    ckpt = make(tmp_path)
+    with pytest.raises(SystemExit, match="^2$"):
+        ckpt.load(ckpt.find_latest())
+    assert f"{tmp_path} has sharded checkpoints" in error_line(capsys)
+    assert [*folder.iterdir()] == [folder / ".metadata"]
 
 
 # ---- writing -------------------------------------------------------------------------

@@ -99,7 +99,7 @@ register_optimizer_step_post_hook(fail)
 
 
 @pytest.mark.fault(
-    stages="03 to 12",
+    stages="03 to 13",
     what="a rank raises an exception",
     sees="the traceback of that rank, ending in `RuntimeError: rank 1 failed`; exit"
     " code 1",
@@ -117,7 +117,7 @@ def test_a_rank_that_raises_ends_the_run(stage, how, training, tmp_path, fault):
 
 
 @pytest.mark.fault(
-    stages="03 to 12",
+    stages="03 to 13",
     what="a rank is killed, for example because it is out of memory",
     sees="which rank it was, and `SIGKILL`; the connections of the others break; exit"
     " code 1",
@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_ends_the_run(stage, how, training, fault):
 
 
 @pytest.mark.fault(
-    stages="03 to 12",
+    stages="03 to 13",
     what="a rank hangs, here with `--timeout 5` seconds (300 by default)",
     sees="after the timeout, a traceback of the others with `timed out`; the launcher"
     " waits another 30 s for the rank that hangs",
@@ -185,7 +185,7 @@ def test_all_stages_start_and_end_like_03_or_04():
 
 
 @pytest.mark.fault(
-    stages="03 to 12",
+    stages="03 to 13",
     what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot pass"
     " on to its processes",
     sees="no process and no port of the run is left; the exit code is not 0",

@@ -124,19 +124,23 @@ def kill_at_some_moment(run, draw):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage, options",
+    [*((stage, ()) for stage in STAGES), ("13_sharded_checkpoints", ("--async-save",))],
+)
 def test_kills_at_random_moments_change_no_bit(
-    stage, trained, several, device, tmp_path
+    stage, options, trained, several, device, tmp_path
 ):
     flags = (*SHORT, *little_work(stage).flags)
     reference = uninterrupted(trained, stage, several, *flags)
     draw, kills = random.Random(9), []
     for number in itertools.count():
-        if sum(map(len, kills)) >= 20:
+        if sum(map(len, kills)) >= 12:
             break
         kills.append([])
         folder = tmp_path / str(number)
-        run = Run(stage, folder, device, *flags, *EVERY_4, processes=several)
+        own = (*flags, *options, *EVERY_4)
+        run = Run(stage, folder, device, *own, processes=several)
         finished = False
         while not finished:
             run.start()
@@ -180,7 +184,7 @@ def temporary_files(run):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="rank 0 is killed while it writes a checkpoint, weights or metrics",
     sees="the next run says `resumed from step`; every file has its old contents or its"
     " new ones, and resuming removes the temporary file",
@@ -240,7 +244,7 @@ def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
 
 # ---- torchrun's restarts -------------------------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="one rank or all of them are killed, under `--max-restarts=3`",
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then"
     " `resumed from step`; exit code 0 in the end",
@@ -302,8 +306,9 @@ def stopped_at_36(device, tmp_path_factory):
 
 PAIRS = list(itertools.product(range(1, 5), repeat=2))
 # Those that shard the weights are on several numbers of processes in test_fsdp.py, too.
+PAIRS_SHARDED = [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3), (3, 4), (4, 1)]
 FEW = [(STAGE, 3, 3), (STAGE, 3, 2)]
-FEW += [(stage, 3, 3) for stage in STAGES if shards_the_weights(stage)]
+FEW += [("12_fsdp", 3, 3)]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,7 @@ FEW += [(stage, 3, 3) for stage in STAGES if shards_the_weights(stage)]
         swept_unless((stage, *pair) in FEW, stage, *pair)
         for stage in STAGES
         if stage == STAGE or shards_the_weights(stage)
-        for pair in PAIRS
+        for pair in (PAIRS if stage == STAGE else PAIRS_SHARDED)
     ],
 )
 def test_a_run_resumes_on_any_number_of_processes(
@@ -393,7 +398,7 @@ def assert_refused(run, done, named):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="the checkpoints were written with another learning rate, batch, model, seed,"
     " number of epochs, or any other flag that can change the weights",
     sees="`train.py: error: --checkpoint-dir: ... was written with --..., not ...; use"
@@ -412,7 +417,7 @@ def test_a_run_with_other_flags_is_refused_by_all_ranks(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="no checkpoint in the directory can be read",
     sees="`train.py: error: --checkpoint-dir: no checkpoint can be read, not even ...`;"
     " exit code 2",
@@ -431,7 +436,7 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="`--checkpoint-dir` is on a disk that one of the nodes does not see",
     sees="`train.py: error: --checkpoint-dir: ... must be on a disk that every node"
     " sees`, from the ranks on that node; exit code 2",
@@ -452,6 +457,8 @@ def test_rank_0_decides_and_every_rank_reads(stopped, two, fault):  # noqa: ARG0
 
 
 HARMLESS = {
+    "activation_checkpointing": None,  # stage 13 has it
+    "async_save": None,  # stage 13 has it
     "checkpoint_every": "7",
     "checkpoint_minutes": None,  # stage 10 has it: see test_preemption.py
     "sample": None,  # stage 11 has it
@@ -495,7 +502,7 @@ def test_evaluate_does_not_look_at_the_checkpoints(stopped, trained):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    stages="09 to 13",
     what="the training set has another size, or torch another version, than when the"
     " checkpoint was written",
     sees="`warning: ... was written with torch_version ..., not ...`, once",

@@ -237,7 +237,7 @@ def test_previous_and_next_lead_through_all_pages(site, pages):
         path = Path(name)
         if path.suffix == ".md" and name != "README.md":
             assert f"{path.with_suffix('.html')}" in order
-        folders = ("common", "recipes", "docs/your_own_script")
+        folders = ("common", "recipes", "recipes/neighbors", "docs/your_own_script")
         in_folder = str(path.parent) in folders
         if in_folder and path.suffix == ".py" and (ROOT / path).stat().st_size:
             assert f"{name}.html" in order

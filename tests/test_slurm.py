@@ -26,12 +26,14 @@ from tests.harness import assert_gone
 from tests.harness import assert_one_error_line
 from tests.harness import environment
 from tests.harness import fork
+from tests.harness import little_work
 from tests.harness import missing_for_slurm
 from tests.harness import train_in_forks
 from tests.harness import wait_until
 
 SLURM = "06_slurm"
 PREEMPTION = "10_preemption"
+SHARDED = "13_sharded_checkpoints"
 JOB, TORCHRUN = "job.sbatch", "job_torchrun.sbatch"
 CPU = ("--device", "cpu")
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
@@ -278,11 +280,14 @@ def test_a_preempted_job_resumes_by_itself(preempted, cluster, trained, fault):
         assert f"{line}\n" in log
 
 
-def requeued_before_its_time_is_over(cluster, name, folder):
+def requeued_before_its_time_is_over(
+    cluster, name, folder, flags=LONG, wait=0, **variables
+):
     """Submit a job and send it the signal; return it and the line of its next start."""
-    flags = (*LONG, *NEVER, "--out-dir", folder / "out")
-    job = cluster.submit(PREEMPTION, name, *flags, cwd=folder)
+    flags = (*flags, *NEVER, "--out-dir", folder / "out")
+    job = cluster.submit(PREEMPTION, name, *flags, cwd=folder, **variables)
     cluster.wait_for(job, "2 processes on gloo")
+    time.sleep(wait)  # stage 13 needs a moment until it catches signals
     ranks = cluster.ranks(job)
     cluster.send_time_limit_signal(job)
     assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", log_of(job)
@@ -306,6 +311,40 @@ def test_before_its_time_is_over_a_job_is_requeued_and_resumes(
     assert cluster.show(job)["Restarts"] == "1"
     reference = trained(PREEMPTION, 2, *LONG, how=train_in_forks)
     assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) == 0
+
+
+@pytest.mark.sweep
+def test_a_job_with_shards_resumes_on_as_many_tasks_and_on_others(
+    cluster, trained, tmp_path
+):
+    """It is requeued and then canceled; the next has two processes on each node."""
+    work = little_work(SHARDED, 4800)
+    flags = (*work.flags, *DOUBLE[:2], "--epochs", "1", "--batch-size", "12")
+    script = {"SCRIPT": str(ROOT / SHARDED / "train.py")}
+    own = (*flags, "--async-save")
+    job, resumed = requeued_before_its_time_is_over(
+        cluster, JOB, tmp_path, own, wait=3, **script
+    )
+    cluster.wait_for(job, resumed, seconds=120)
+    time.sleep(1)
+    ranks = cluster.ranks(job)
+    cluster.call("scancel", job.number)
+    assert cluster.wait(job, *ENDED) == "CANCELLED", log_of(job)
+    assert_gone(ranks.values(), [], 60)
+    latest = steps_of(job)[-1]
+    assert int(resumed.split()[-1]) < latest < 400
+    again = cluster.submit(
+        *(PREEMPTION, JOB, *own, *NEVER, "--out-dir", tmp_path / "out"),
+        per_node=2,
+        cwd=tmp_path,
+        CHECKPOINT_DIR=job.checkpoints.name,
+        **script,
+    )
+    assert cluster.wait(again, *ENDED) == "COMPLETED", log_of(again)
+    assert f"4 processes on gloo\nresumed from step {latest}\n" in log_of(again)
+    assert steps_of(job) == [latest, 400]
+    reference = trained(SHARDED, 1, *flags, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) <= 1e-10
 
 
 @pytest.fixture

@@ -4,12 +4,16 @@ The section is in a stage's notebook, in a companion beside it, or on a page in 
 for instance on this page. Words with the mark † are quoted and were not produced here.
 """
 
+import os
 import re
 
 import nbformat
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tools.stages import ROOT
@@ -197,3 +201,39 @@ def test_a_variable_that_is_ready_twice():
     for words in re.findall(r"`([^`]+)`", see):
         assert words in str(error.value)
     train(use_reentrant=False)
+
+
+@pytest.mark.usefixtures("group")
+def test_what_dcp_load_says(tmp_path):
+    def make(width, layers):
+        model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        return {"model": model.state_dict()}
+
+    def load(state, folder, said):
+        _, lines = sections(PAGE)["what-dcpload-says"]
+        assert f"`{said}" in "\n".join(lines)
+        with pytest.raises(dcp.CheckpointException) as error:
+            dcp.load(state, checkpoint_id=folder)
+        assert not isinstance(error.value, Exception)
+        pattern = ".*".join(map(re.escape, said.split("...")))
+        assert re.match("CheckpointException ranks:", str(error.value))
+        assert re.search(pattern, str(error.value))
+        return str(error.value)
+
+    folder = tmp_path / "checkpoint"
+    dcp.save(make(4, 2), checkpoint_id=folder)
+    width = "Size mismatch between saved torch.Size([4, 4]) and current: torch.Size([8"
+    load(make(8, 2), folder, width)
+    names = "Missing key in checkpoint state_dict: model.2.weight."
+    load(make(4, 3), folder, names)
+    if "read failed" in load(make(4, 2), tmp_path, "metadata is None"):
+        # torch 2.11 does not say why
+        load(make(4, 2), tmp_path, "No such file or directory: '.../.metadata'")
+    (path,) = folder.glob("*.distcp")
+    unreadable = "PytorchStreamReader failed reading zip archive"
+    with pytest.raises(RuntimeError, match=unreadable):
+        torch.load(path)
+    for size, said in ((path.stat().st_size - 1, unreadable), (0, "EOFError")):
+        os.truncate(path, size)
+        load(make(4, 2), folder, said)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from PIL import Image
 
+from tests.harness import replace_once
 from tests.harness import run
 from tools import fault_table
 from tools import gpu
@@ -115,14 +116,8 @@ def chain(tmp_path):
     return tmp_path
 
 
-def replace(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
 def test_propagate_carries_an_edit_to_every_later_stage(chain):
-    replace(chain / STAGES[0] / "train.py", *EDIT)
+    replace_once(chain / STAGES[0] / "train.py", EDIT)
     propagate(chain, STAGES[0])
     for stage in STAGES:
         ours = (ROOT / stage / "train.py").read_text()
@@ -134,7 +129,7 @@ def test_propagate_carries_an_edit_to_every_later_stage(chain):
 def test_propagate_stops_at_a_conflict_and_continues_after_it(chain, capfd):
     conflict, later = ("local_rank = 0", "local_rank = 1"), EDIT
     for edit in (conflict, later):
-        replace(chain / STAGES[0] / "train.py", *edit)
+        replace_once(chain / STAGES[0] / "train.py", edit)
     with pytest.raises(SystemExit, match="2"):
         propagate(chain, STAGES[0])
     assert "FROM=03_ddp_launch" in capfd.readouterr().err

@@ -27,14 +27,14 @@ from tools.stages import stages
 
 BUILD = ROOT / "docs/_build"
 SETTINGS = "docs/conf.py"  # Sphinx reads it; it is not a page
-OWN_SCRIPT = "docs/your_own_script"
+SUBFOLDERS = ("docs/your_own_script", "recipes/neighbors")  # with a page each
 DEMOS = "demos"  # in a stage's folder: the programs that its notebooks show and run
 SCRIPT_FOLDERS = [
     *stages(),
     *(f"{stage}/{DEMOS}" for stage in stages()),
     "common",
     "recipes",
-    OWN_SCRIPT,
+    *SUBFOLDERS,
 ]
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}
 
@@ -68,7 +68,7 @@ def plan(names):
     page_of = {name: name for name in names if name.endswith(".md") and name[0] != "."}
     page_of["README.md"] = "index.md"
     folders = {name.split("/")[0] for name in names if "/" in name and name[0] != "."}
-    page_of |= {folder: f"{folder}/index.md" for folder in {*folders, OWN_SCRIPT}}
+    page_of |= {folder: f"{folder}/index.md" for folder in {*folders, *SUBFOLDERS}}
     for folder in SCRIPT_FOLDERS:
         for name in scripts(folder, names):
             page_of[f"{folder}/{name}"] = f"{folder}/{name}.md"

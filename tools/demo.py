@@ -27,7 +27,7 @@ from tools.stages import stages
 from tools.stages import takes_processes
 from tools.stages import trains_on_text
 
-COLUMNS = "{:<20} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
+COLUMNS = "{:<22} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
 TITLES = [
     "stage",
     "launch",

@@ -25,14 +25,16 @@ up to the queue.
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
-Stages 09 and 10 resume from the latest checkpoint in `--checkpoint-dir`. They write one
-after every epoch and one every `--checkpoint-every` steps; stage 10 also writes one
-every `--checkpoint-minutes`.
+Stages 09 and later resume from the latest checkpoint in `--checkpoint-dir`. They write
+one after every epoch and one every `--checkpoint-every` steps; stages 10 and later also
+write one every `--checkpoint-minutes`. Stage 13's is a folder, which all processes
+write.
 
-When stage 10 is told to stop, it takes up to two more steps and writes a checkpoint.
-*Nothing* is lost only if that takes less time than the sender leaves before it kills
-the processes: Slurm's `KillWait` (30 s by default) or the partition's `GraceTime`, and
-torchrun's 30 s. Otherwise the steps since the last checkpoint are lost.
+When stages 10 and later are told to stop, they take up to two more steps and write a
+checkpoint. *Nothing* is lost only if that takes less time than the sender leaves before
+it kills the processes: Slurm's `KillWait` (30 s by default) or the partition's
+`GraceTime`, and torchrun's 30 s. Otherwise the steps since the last checkpoint are
+lost.
 
 | stages | what happens | what you see | within | what is lost | test |
 |---|---|---|---|---|---|

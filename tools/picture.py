@@ -23,6 +23,7 @@ TEACHES = {
     "10": "stop in time at a signal",
     "11": "a language model",
     "12": "a sharded model: FSDP2",
+    "13": "sharded checkpoints",
 }
 SAME = """On 1 to 4 processes each stage trains the same weights,
 to 1e-10 after two epochs in float64."""

@@ -36,8 +36,7 @@ def submit(folder):
     """Start a job that logs its signals, and return its number."""
     words = ["sbatch", "--parsable", "--output=/dev/null", JOB_FILE]
     variables = {**os.environ, "LOGS": str(folder)}
-    done = subprocess.run(words, env=variables, check=True, capture_output=True)
-    return done.stdout.decode().strip()
+    return subprocess.check_output(words, env=variables, text=True).strip()
 
 
 def main(arguments):

@@ -180,7 +180,10 @@ def report_error(error):
     names = [frame.name for frame in frames]
     ours = next(n for n in names if n in ("generate", "whole_weights", "train_step"))
     call = re.search("all_gather|reduce_scatter", " ".join(names))[0]
-    print(f"rank {dist.get_rank()} waited in {ours}, {call}: {error}", flush=True)
+    line = f"rank {dist.get_rank()} waited in {ours}, {call}: {error}\n"
+    sys.stdout.write(line)  # `print` could write the end of the line by itself, later
+    sys.stdout.flush()
+    time.sleep(2)  # torchrun may end the other rank as soon as this one has ended
 
 
 # ---- Clipping by the local norm ------------------------------------------------------
