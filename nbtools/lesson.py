@@ -77,8 +77,10 @@ def run(command, fails=False, quiet=False, seconds=300):
         errors.seek(0)
         output, progress = "".join(lines), without_folders(errors.read())
     if bool(child.returncode) != fails:
-        print(progress)
-        raise subprocess.CalledProcessError(child.returncode, command, output, progress)
+        # the cause, because that is shown where a notebook's output is not
+        raise subprocess.CalledProcessError(
+            child.returncode, command, output, progress
+        ) from RuntimeError(progress)
     return subprocess.CompletedProcess(command, child.returncode, output, progress)
 
 

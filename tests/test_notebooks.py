@@ -177,13 +177,14 @@ def test_a_failing_child_fails_its_cell(tmp_path):
     lines = [
         f"import sys; sys.path.insert(0, {str(ROOT)!r})",
         "from nbtools import lesson",
-        "lesson.run('python -c \"raise SystemExit(1)\"')",
+        "lesson.run('python -c \"raise SystemExit(\\'its \\' + \\'reason\\')\"')",
     ]
     cell = nbformat.v4.new_code_cell("\n".join(lines), execution_count=1)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "fails.ipynb")
     done = nbval(tmp_path / "fails.ipynb")
     assert done.returncode == 1
     assert "1 failed" in done.stdout and "CalledProcessError" in done.stdout
+    assert "its reason" in done.stdout
 
 
 @pytest.mark.slow

@@ -17,15 +17,14 @@ def main():
     folder, *names = sys.argv[1:]
     while len(names) > 1 and os.fork() == 0:
         names = names[1:]
-    path = Path(folder, names[0])
 
     def log(number, _):
-        with path.open("a") as file:
-            file.write(f"{signal.Signals(number).name}\n")
+        os.write(file, f"{signal.Signals(number).name}\n".encode())
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, log)
-    path.touch()
+    # open until the end: a late signal must not create the file again
+    file = os.open(Path(folder, names[0]), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     time.sleep(300)
 
 
