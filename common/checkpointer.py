@@ -165,7 +165,7 @@ class Checkpointer:
             # What a kill between a save and its pruning left; the run may be over, and
             # save nothing more.
             with suppress(OSError):
-                self.prune(self.latest)
+                self.prune(self.latest, spared=self.skipped)
 
     def first_epoch(self, steps_per_epoch):
         """Return the epoch to begin with. All of its steps may be done already."""
@@ -208,14 +208,14 @@ class Checkpointer:
             reason = str(error).partition("\n")[0]
             sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
 
-    def prune(self, newest):
+    def prune(self, latest, spared=()):
         """Remove temporary files, and all but --keep-checkpoints checkpoints.
 
         Checkpoints of later steps are corrupt: a run resumes from the latest readable
-        one. They are removed, too.
+        one. They are removed, too, except those that are spared.
         """
-        older = [path for path in self.paths() if path < newest]
-        kept = {newest, *older[: self.keep - 1]}
+        older = [path for path in self.paths() if path < latest]
+        kept = {latest, *older[: self.keep - 1], *spared}
         for path in {*self.paths(), *self.folder.glob(".step-*.tmp")} - kept:
             self.remove(path)
 

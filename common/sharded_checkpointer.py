@@ -1,10 +1,10 @@
 """Saves the training state in shards, one folder per step, and resumes from them.
 
 A folder has what torch.distributed.checkpoint writes: the shards in `__0_0.distcp`,
-`__1_0.distcp` and so on, and in `.metadata` which tensor is where. Beside each of these
-files is its checksum. The states of the scheduler and the scaler, the number of steps
-and the flags are in `rest.pt`. The folder is written as `.step-N.tmp`, and renamed when
-all processes have written their part.
+`__1_0.distcp` and so on, and in `.metadata` which tensor is where. The checksums of
+these files, the states of the scheduler and the scaler, the number of steps and the
+flags are in `rest.pt`. The folder is written as `.step-N.tmp`, and renamed when all
+processes have written their shards.
 
 torch reads `.metadata`, and what is not a tensor in the other files, with pickle, which
 runs any code that is in it: resume only from checkpoints of your own.
@@ -17,6 +17,7 @@ import time
 import zlib
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,29 +36,26 @@ def checksum(path):
     with path.open("rb") as file:
         while part := file.read(2**20):
             value = zlib.crc32(part, value)
-    return f"{value:08x}\n".encode()
+    return f"{value:08x}"
 
 
 def checksum_file(path):
-    """Return where the checksum of a file stands."""
+    """Return where the checksum of a file stands while its folder is being written."""
     return path.with_name(f"{path.name}.crc32")
 
 
-def write_checksum(path):
-    """Write the checksum of a file beside it."""
-    text = checksum(path)
-    checkpoint.write_atomically(checksum_file(path), lambda file: file.write(text))
+def check(path, checksums):
+    """Raise ValueError if a file is not as it was written, OSError if it is missing.
 
-
-def check(path):
-    """Raise ValueError if a file is not as it was written, OSError if it is missing."""
-    if checksum_file(path).read_bytes() != checksum(path):
+    checksums: those of the files in its folder, by their names.
+    """
+    if checksum(path) != checksums.get(path.name):
         raise ValueError(f"{path.name}: the checksum does not match")
 
 
 def remove(path):
-    """Remove a file, or a folder: under its name it is there whole or not at all."""
-    if path.is_dir():
+    """Remove a file, or a folder, of which no part stays under its name."""
+    if path.is_dir() and not path.name.endswith(".removed.tmp"):
         path = path.rename(path.with_name(f".{path.name.strip('.')}.removed.tmp"))
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -93,10 +91,10 @@ class Writer(FileSystemWriter):
         return plan
 
     def write_data(self, plan, planner):
-        """Write this process's shards and their checksum."""
+        """Write this process's shards, and the checksums that `finish` collects."""
         written = super().write_data(plan, planner)
-        for name in {result.storage_data.relative_path for result in written.wait()}:
-            write_checksum(self.path / name)
+        for path in {self.path_of(result) for result in written.wait()}:
+            checksum_file(path).write_text(checksum(path))
         return written
 
     def prepare_global_plan(self, plans):
@@ -105,11 +103,23 @@ class Writer(FileSystemWriter):
             leftover.unlink()
         return super().prepare_global_plan(plans)
 
+    def path_of(self, result):
+        """Return the path of the file in which a tensor has been written."""
+        return self.path / result.storage_data.relative_path
+
     def finish(self, metadata, results):
-        """Write what is written once, and give the folder its name."""
+        """Write what is written once, and give the folder its name.
+
+        Raises OSError if what another process has written is not there.
+        """
         super().finish(metadata, results)
-        write_checksum(self.path / ".metadata")
-        checkpoint.save(self.rest, self.path / REST)
+        checksums = {".metadata": checksum(self.path / ".metadata")}
+        for path in {self.path_of(each) for ranks in results for each in ranks}:
+            if not path.exists():
+                raise OSError(f"{path} must be on a disk that every node sees")
+            checksums[path.name] = checksum_file(path).read_text()
+            checksum_file(path).unlink()
+        checkpoint.save(self.rest | {"checksums": checksums}, self.path / REST)
         if self.folder.exists():  # a corrupt one
             remove(self.folder)
         self.path.rename(self.folder)
@@ -122,13 +132,18 @@ class Reader(FileSystemReader):
     """Reads the shards in a folder; a file that is not as written is a ValueError.
 
     Each process checks the files that it reads, so that all check them together.
+    checksums: as in `check`.
     """
+
+    def __init__(self, folder, checksums):
+        super().__init__(folder)
+        self.checksums = checksums
 
     def read_data(self, plan, planner):
         """Read what this process needs."""
         needed = [self.storage_data[item.storage_index] for item in plan.items]
         for name in {info.relative_path for info in needed}:
-            check(Path(self.path) / name)
+            check(Path(self.path) / name, self.checksums)
         return super().read_data(plan, planner)
 
 
@@ -139,7 +154,7 @@ class ShardedCheckpointer(Checkpointer):
     but the saves may use.
 
     state: what has shards, for dcp.save and dcp.load; pending: the future of a save
-    that goes on while training does, or None.
+    that runs while training continues, or None.
     """
 
     def __init__(self, args, loader, model, optimizer, scheduler, scaler, group):
@@ -161,16 +176,31 @@ class ShardedCheckpointer(Checkpointer):
         """Return the rest of a state; ValueError if the checkpoint is corrupt."""
         if path in self.corrupt:
             raise ValueError(f"{path} ({self.corrupt[path]})")
+        state = read(path / REST, {*self.parts, "checksums"})
         try:
-            check(path / ".metadata")
+            check(path / ".metadata", state["checksums"])
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} ({error})") from error
-        return read(path / REST, self.parts)
+        return state
 
     def reader(self, path):
-        """Return the storage_reader for a checkpoint, or end the program as `load`."""
-        self.load(path)
-        return Reader(path)
+        """Return the storage_reader for a checkpoint, or end the program as `load`.
+
+        Also ends it if another version of torch has written what this one cannot read.
+        """
+        state = self.load(path)
+        reader = Reader(path, state["checksums"])
+        try:
+            reader.read_metadata()
+        except Exception as error:  # whatever reading classes of that version raises
+            if state["torch_version"] == torch.__version__:
+                raise
+            fail(
+                f"--checkpoint-dir: {path} was written with torch"
+                f" {state['torch_version']}, and torch {torch.__version__} cannot read"
+                f" it ({type(error).__name__}: {error})"
+            )
+        return reader
 
     def set_aside(self, path, error):
         """Note, from a CheckpointException, that a checkpoint cannot be read.
@@ -201,8 +231,8 @@ class ShardedCheckpointer(Checkpointer):
         """Yield the storage_writer for a checkpoint after `step`; report a failure.
 
         sums: as in `Checkpointer.save`. If a process cannot write, the earlier
-        checkpoints stay, and a line on standard error says why. That a save which goes
-        on has failed is found out by `wait`.
+        checkpoints stay, and a line on standard error says why. The failure of a
+        save in the background is reported by `wait`.
         """
         self.last_save = time.monotonic()
         rest = {name: part.state_dict() for name, part in self.parts.items()}
@@ -214,7 +244,7 @@ class ShardedCheckpointer(Checkpointer):
             yield self.writer
 
     def wait(self):
-        """Wait until the save that goes on has ended, if there is one."""
+        """Wait until the save in the background has ended, if there is one."""
         pending, self.pending = self.pending, None
         if pending is not None:
             with self.failure_reported():
@@ -222,7 +252,7 @@ class ShardedCheckpointer(Checkpointer):
 
     @contextlib.contextmanager
     def failure_reported(self):
-        """Go on if the block cannot write, with a line on standard error in rank 0."""
+        """Continue if the block cannot write; rank 0 says why on standard error."""
         try:
             yield
         except CheckpointException as error:
@@ -232,8 +262,9 @@ class ShardedCheckpointer(Checkpointer):
             if self.writer.is_coordinator:
                 name = self.writer.folder.name
                 sys.stderr.write(f"{name}: checkpoint not written ({reason(error)})\n")
-                with contextlib.suppress(OSError):
-                    remove(Path(self.writer.path))
+            # in all processes, which may have written to disks of their own
+            with contextlib.suppress(OSError):
+                remove(Path(self.writer.path))
 
     def remove(self, path):
         """Remove a checkpoint, or what is left of one."""

@@ -28,7 +28,7 @@ class ShardedOptimizer:
     """The state of such a model's optimizer, by the names of the parameters.
 
     Makes the state that an optimizer has only after its first step: torch loads into
-    tensors that are there, and a checkpoint may be due before any step was taken.
+    existing tensors, and a checkpoint may be due before any step was taken.
     """
 
     def __init__(self, model, optimizer):

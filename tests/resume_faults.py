@@ -3,6 +3,7 @@
 These are for the tests of resuming and of preemption.
 """
 
+import functools
 import importlib
 import itertools
 import os
@@ -26,18 +27,20 @@ from tests.fault_injection import signalled
 def signalled_in_call(call, module, function, name, ranks=("0", "1", "2", "3")):
     """Have these ranks send themselves a signal in the n-th call of a function.
 
-    module, function: one in common/ that the script calls as `module.function(...)`.
-    The signal arrives just before the function does anything.
+    module, function: one in common/ that the script calls as `module.function(...)`,
+    or several, separated by "or". The signal arrives just before the function does
+    anything.
     """
     module = importlib.import_module(f"common.{module}")
-    original, calls = getattr(module, function), itertools.count(1)
+    calls = itertools.count(1)
 
-    def counted(*args, **options):
+    def counted(original, *args, **options):
         if next(calls) == call and os.environ["RANK"] in ranks:
             os.kill(os.getpid(), getattr(signal, name))
         return original(*args, **options)
 
-    setattr(module, function, counted)
+    for each in function.split(" or "):
+        setattr(module, each, functools.partial(counted, getattr(module, each)))
 
 
 def signalled_in_different_steps(name, steps):

@@ -156,7 +156,7 @@ def test_checkpoint_minutes(run, two):  # noqa: ARG001
 
 # ---- loading, evaluating, ending -----------------------------------------------------
 MOMENTS = {
-    "loading": (1, "data", "load_data"),
+    "loading": (1, "data", "load_data or load_text"),
     "just_before_it_resumes": (1, "launch", "catch_signals"),
     "just_before_evaluating": (1, "launch", "default_signals"),
     "evaluating": (2, "meters", "progress"),
@@ -171,7 +171,15 @@ MOMENTS = {
     seconds=60,
     lost="nothing but the evaluation, which is done again",
 )
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "stage, moment",
+    [
+        swept_unless(stage == STAGE, stage, moment)
+        for stage in (STAGE, LATER[-1])
+        for moment in MOMENTS
+    ],
+    indirect=["stage"],
+)
 def test_a_signal_during_loading_and_evaluation_ends_the_run_at_once(
     moment, run, several, reference, fault
 ):

@@ -104,7 +104,7 @@ register_optimizer_step_post_hook(fail)
     sees="the traceback of that rank, ending in `RuntimeError: rank 1 failed`; exit"
     " code 1",
     seconds=30,
-    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
+    lost="the run; from stage 09 on the steps since the latest checkpoint",
 )
 @pytest.mark.parametrize("stage, how", STARTS)
 def test_a_rank_that_raises_ends_the_run(stage, how, training, tmp_path, fault):
@@ -122,7 +122,7 @@ def test_a_rank_that_raises_ends_the_run(stage, how, training, tmp_path, fault):
     sees="which rank it was, and `SIGKILL`; the connections of the others break; exit"
     " code 1",
     seconds=30,
-    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
+    lost="the run; from stage 09 on the steps since the latest checkpoint",
 )
 @pytest.mark.parametrize("stage, how", STARTS)
 def test_a_rank_that_is_killed_ends_the_run(stage, how, training, fault):
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_run(stage, how, training, fault):
     sees="after the timeout, a traceback of the others with `timed out`; the launcher"
     " waits another 30 s for the rank that hangs",
     seconds=60,
-    lost="the run; with stages 09 and 10 the steps since the latest checkpoint",
+    lost="the run; from stage 09 on the steps since the latest checkpoint",
 )
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", LAUNCHERS)

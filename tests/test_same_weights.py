@@ -103,6 +103,26 @@ def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
         assert last[0]["acc1"] == last[1]["acc1"]
 
 
+@pytest.mark.parametrize(
+    "stage, processes",
+    [
+        swept_unless(False, stage, n)
+        for stage in stages()
+        if shards_the_weights(stage)
+        for n in (1, 3, 4)
+    ],
+)
+def test_sharded_weights_in_single_precision(stage, processes, trained, device):
+    """Like the test above, on other numbers of processes."""
+    if processes not in counts(device):
+        pytest.skip(f"{processes} processes need as many GPUs")
+    flags = ("--epochs", "2", *little_work(stage).flags)
+    copies = trained(first_launched(stage), processes, *flags, how=train_in_forks)
+    done = trained(stage, processes, *flags, how=train_in_forks)
+    most = 3e-4 if processes > 1 else 0
+    assert max_abs_diff(done.weights, copies.weights) <= most
+
+
 def test_two_launchers_as_on_two_machines(alone, two, device, tmp_path):
     """Two torchruns that meet at one address, as notebook 03 shows for two machines."""
     if device == "cuda":

@@ -42,6 +42,7 @@ from tests.harness import fork_ranks
 from tests.harness import little_work
 from tests.harness import load_stage
 from tests.harness import plain
+from tests.resume_faults import blind
 from tests.resume_faults import devices_of_the_model_printed
 from tests.resume_faults import killed_while_loading
 from tests.resume_faults import unable_to_write
@@ -150,12 +151,14 @@ def contents(folder):
 
 def assert_complete(path):
     """Assert that every file of a checkpoint is there as it was written."""
-    for file in path.glob("*.crc32"):
-        check(file.with_suffix(""))
-    metadata = sharded_checkpointer.Reader(path).read_metadata()
+    state = read_state(path)
+    assert state["step"] == step_of(path)
+    metadata = sharded_checkpointer.FileSystemReader(path).read_metadata()
     needed = {info.relative_path for info in metadata.storage_data.values()}
-    assert {f"{name}.crc32" for name in needed} <= names(path)
-    assert read_state(path)["step"] == step_of(path)
+    assert state["checksums"].keys() == {*needed, ".metadata"}
+    for name in state["checksums"]:
+        check(path / name, state["checksums"])
+    assert names(path) == {*state["checksums"], "rest.pt"}
 
 
 @BOTH
@@ -305,18 +308,21 @@ def empty(path):
     path.write_bytes(b"")
 
 
+def of_another_step(path):
+    """As after a copy of one folder over another that was interrupted."""
+    other = path.parent.with_name("step-000000001") / path.name
+    assert other.stat().st_size == path.stat().st_size
+    shutil.copy(other, path)
+
+
 FILES = [".metadata", "__0_0.distcp", "rest.pt"]
-DAMAGES = [
-    *((name, damage) for name in FILES for damage in (truncated, with_a_bit_flipped)),
-    *((name, damage) for name in FILES for damage in (missing, empty)),
-    *((f"{name}.crc32", missing) for name in FILES[:2]),
-    *((f"{name}.crc32", with_a_bit_flipped) for name in FILES[:2]),
-]
+KINDS = [truncated, with_a_bit_flipped, missing, empty, of_another_step]
+DAMAGES = [(name, damage) for name in FILES for damage in KINDS]
 
 
 @pytest.mark.parametrize("name, damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(name, damage, make, capsys, tmp_path):
-    """In one line; it stays until the next save."""
+    """In one line; it stays until the next save, also when a run has resumed."""
     folder = tmp_path / "checkpoints"
     first, second = make(), make(seed=1)
     saved = first.save(1)
@@ -329,9 +335,9 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, make, capsys, tmp_path):
     assert state["step"] == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"skipping corrupt checkpoint {path}")
-    assert contents(folder) == before
     ckpt.restore(state)
     assert same(second.state(), saved)
+    assert contents(folder) == before
     second.save(2)
     assert steps_in(second) == [2, 1]
     assert_complete(path)
@@ -376,7 +382,7 @@ def test_foreign_folders_are_skipped_a_line_each(make, capsys, tmp_path):
     for path, line in zip(reversed(paths), lines, strict=True):
         assert line.startswith(f"skipping corrupt checkpoint {path}")
     others = {"step-000000001-copy", "step-by-step", "step-000000030"}
-    assert names(folder) == {"step-000000001", *others}
+    assert names(folder) == {"step-000000001", *others, *(path.name for path in paths)}
 
 
 def error_line(capsys):
@@ -484,7 +490,58 @@ def test_on_a_full_disk_the_earlier_checkpoint_survives(
     assert steps_in(training) == [4, 1]
 
 
-@pytest.mark.parametrize("name", ["write_checksum", "remove"])
+@BOTH
+def test_shards_that_rank_0_cannot_see_are_no_checkpoint(
+    async_save, make, monkeypatch, capsys, tmp_path
+):
+    """Otherwise it would remove the older ones, and nobody could resume."""
+    training = make(async_save=async_save)
+    saved = training.save(1)
+    training.ckpt.wait()
+    before = contents(tmp_path)
+    finish = sharded_checkpointer.FileSystemWriter.finish
+
+    def on_another_disk(writer, *args, **options):
+        (writer.path / "__0_0.distcp").unlink()
+        return finish(writer, *args, **options)
+
+    monkeypatch.setattr(
+        sharded_checkpointer.FileSystemWriter, "finish", on_another_disk
+    )
+    training.save(2)
+    training.ckpt.wait()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("step-000000002: checkpoint not written (rank 0: ")
+    assert line.endswith("__0_0.distcp must be on a disk that every node sees)")
+    assert contents(tmp_path) == before
+    assert names(tmp_path / "checkpoints") == {"step-000000001"}
+    assert same(make(seed=1).load(), saved)
+
+
+def test_another_version_of_torch(make, monkeypatch, capsys, tmp_path):
+    """A warning; one that cannot read the checkpoint says so."""
+    first = make()
+    first.ckpt.circumstances["torch_version"] = "2.0.1"
+    saved = first.save(1)
+    path = tmp_path / "checkpoints/step-000000001"
+    assert same(make(seed=1).load(), saved)
+    warning = f"{path} was written with torch_version 2.0.1, not {torch.__version__}"
+    assert capsys.readouterr().err == f"warning: {warning}\n"
+    before = contents(tmp_path)
+
+    def unknown(*_):
+        raise AttributeError("no such class")
+
+    monkeypatch.setattr(sharded_checkpointer.FileSystemReader, "read_metadata", unknown)
+    with pytest.raises(SystemExit, match="^2$"):
+        make(seed=1).load()
+    line, _ = error_line(capsys)
+    ours = f"torch {torch.__version__} cannot read it (AttributeError: no such class)"
+    assert f"{path} was written with torch 2.0.1, and {ours}" in line
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["checksum", "remove"])
 def test_a_failure_of_rank_0_alone(name, make, monkeypatch, capsys, tmp_path):
     """After the others have written, and when a corrupt checkpoint is replaced."""
     training = make()
@@ -513,16 +570,16 @@ def make_run(folder, device, *flags, processes=2):
 
 
 # The n-th call of which function it is, in one start after the other. For a checkpoint
-# a rank calls fsync for its shards and twice for their checksum, and rank 0 six more
-# times: for .metadata, twice for its checksum and for rest.pt, and for the new name. It
-# renames .metadata, the new checkpoint and, before removing it, an old one.
+# a rank calls fsync for its shards, and rank 0 four more times: for .metadata, twice
+# for rest.pt, and for the new name. It renames .metadata, the new checkpoint and an old
+# one that it is about to remove.
 KILLS = [
     ("rename", 4),  # the second checkpoint is there, except for its name
-    ("fsync", 18),  # it has its name, which may not be on the disk yet
+    ("fsync", 10),  # it has its name, which may not be on the disk yet
     ("rmtree", 1),
 ]
-MORE_KILLS = [("fsync", 2), ("fsync", 5), ("fsync", 8), ("replace", 3), ("rename", 1)]
-MORE_KILLS += [("fsync", 9), ("rename", 5)]  # an old one is about to be removed
+MORE_KILLS = [("fsync", 2), ("fsync", 3), ("fsync", 4), ("replace", 1), ("rename", 1)]
+MORE_KILLS += [("fsync", 5), ("rename", 5)]  # an old one is about to be removed
 
 
 @pytest.mark.parametrize(
@@ -649,6 +706,18 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(two, device, tmp_path, fault)
         *skipped, line = one.stderr.splitlines()
         one.stderr = line
         assert_one_error_line(one, "no checkpoint can be read, not even")
+    assert run.files() == before
+
+
+@pytest.mark.sweep
+def test_a_rank_that_does_not_see_the_checkpoints(two, device, tmp_path):
+    run = make_run(tmp_path, device, *SHORT, *EVERY_4, processes=two)
+    run.go(prepare=functools.partial(signalled, 5, "SIGTERM"))
+    before = run.files()
+    rank_0, rank_1 = run.go(prepare=functools.partial(blind, "1"))
+    seen = f"{run.paths()[0]} must be on a disk that every node sees"
+    assert_one_error_line(rank_1, seen)
+    assert rank_0.returncode == 1  # its connection broke
     assert run.files() == before
 
 

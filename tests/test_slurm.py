@@ -160,6 +160,16 @@ class Cluster:
                 found[variables.get("RANK", variables.get("SLURM_PROCID"))] = process
         return found
 
+    def preempt(self, job):
+        """Have a more urgent job take a job's nodes; return when it waits for them."""
+        words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2"]
+        words += ["--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+        ranks = self.ranks(job)
+        self.call(*words)
+        self.wait(job, "PENDING")
+        assert_gone(ranks.values(), [], 60)
+        return ranks
+
     def send_time_limit_signal(self, job):
         """Send the signal that Slurm sends to a job before its time is over."""
         self.call("scancel", "--batch", "--signal=USR1", job.number)
@@ -205,11 +215,7 @@ def preempted(cluster, tmp_path_factory):
     flags = (*LONG, *NEVER, "--out-dir", folder / "out")
     job = cluster.submit(PREEMPTION, JOB, *flags, cwd=folder)
     cluster.wait_for(job, "2 processes on gloo")
-    job.ranks = cluster.ranks(job)
-    words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
-    cluster.call(*words, "--output=/dev/null", "--wrap=sleep 1", cwd=folder)
-    cluster.wait(job, "PENDING")
-    assert_gone(job.ranks.values(), [], 60)
+    job.ranks = cluster.preempt(job)
     job.steps = steps_of(job)
     return job
 
@@ -259,7 +265,7 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_stage_01(
 
 
 @pytest.mark.fault(
-    stages="10",
+    stages="10 to 13",
     what="a job is preempted by a more urgent one",
     sees="Slurm requeues it; its log says `DUE TO PREEMPTION`, and `resumed from step`"
     " when it runs again",
@@ -280,14 +286,11 @@ def test_a_preempted_job_resumes_by_itself(preempted, cluster, trained, fault):
         assert f"{line}\n" in log
 
 
-def requeued_before_its_time_is_over(
-    cluster, name, folder, flags=LONG, wait=0, **variables
-):
+def requeued_before_its_time_is_over(cluster, name, folder):
     """Submit a job and send it the signal; return it and the line of its next start."""
-    flags = (*flags, *NEVER, "--out-dir", folder / "out")
-    job = cluster.submit(PREEMPTION, name, *flags, cwd=folder, **variables)
+    flags = (*LONG, *NEVER, "--out-dir", folder / "out")
+    job = cluster.submit(PREEMPTION, name, *flags, cwd=folder)
     cluster.wait_for(job, "2 processes on gloo")
-    time.sleep(wait)  # stage 13 needs a moment until it catches signals
     ranks = cluster.ranks(job)
     cluster.send_time_limit_signal(job)
     assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", log_of(job)
@@ -314,37 +317,38 @@ def test_before_its_time_is_over_a_job_is_requeued_and_resumes(
 
 
 @pytest.mark.sweep
-def test_a_job_with_shards_resumes_on_as_many_tasks_and_on_others(
+def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     cluster, trained, tmp_path
 ):
-    """It is requeued and then canceled; the next has two processes on each node."""
+    """While it waits for its nodes, its checkpoints are copied for a job of four."""
     work = little_work(SHARDED, 4800)
     flags = (*work.flags, *DOUBLE[:2], "--epochs", "1", "--batch-size", "12")
+    own = (*flags, *CPU, "--async-save", "--checkpoint-every", "20")
     script = {"SCRIPT": str(ROOT / SHARDED / "train.py")}
-    own = (*flags, "--async-save")
-    job, resumed = requeued_before_its_time_is_over(
-        cluster, JOB, tmp_path, own, wait=3, **script
-    )
-    cluster.wait_for(job, resumed, seconds=120)
-    time.sleep(1)
-    ranks = cluster.ranks(job)
-    cluster.call("scancel", job.number)
-    assert cluster.wait(job, *ENDED) == "CANCELLED", log_of(job)
-    assert_gone(ranks.values(), [], 60)
-    latest = steps_of(job)[-1]
-    assert int(resumed.split()[-1]) < latest < 400
-    again = cluster.submit(
-        *(PREEMPTION, JOB, *own, *NEVER, "--out-dir", tmp_path / "out"),
-        per_node=2,
-        cwd=tmp_path,
-        CHECKPOINT_DIR=job.checkpoints.name,
-        **script,
-    )
-    assert cluster.wait(again, *ENDED) == "COMPLETED", log_of(again)
-    assert f"4 processes on gloo\nresumed from step {latest}\n" in log_of(again)
-    assert steps_of(job) == [latest, 400]
-    reference = trained(SHARDED, 1, *flags, how=train_in_forks)
-    assert max_abs_diff(tmp_path / "out/last.pt", reference.weights) <= 1e-10
+
+    def submit(per_node, **options):
+        out = tmp_path / f"out-{per_node}"
+        where = {"per_node": per_node, "cwd": tmp_path}
+        flags = (*own, "--out-dir", out)
+        return cluster.submit(PREEMPTION, JOB, *flags, **where, **script, **options)
+
+    job = submit(1)
+    wait_until(lambda: steps_of(job), 120, lambda: log_of(job))
+    assert sorted(cluster.preempt(job)) == ["0", "1"]
+    step = steps_of(job)[-1]
+    assert 20 <= step < 400
+    shutil.copytree(job.checkpoints, tmp_path / "copy")
+    other = submit(2, CHECKPOINT_DIR="copy")
+    for one, processes, most in ((job, 2, 0), (other, 4, 1e-10)):
+        assert cluster.wait(one, *ENDED) == "COMPLETED", log_of(one)
+        resumed = f"{processes} processes on gloo\nresumed from step {step}\n"
+        assert resumed in log_of(one)
+        reference = trained(SHARDED, 2, *flags, how=train_in_forks)
+        weights = tmp_path / f"out-{processes // 2}/last.pt"
+        assert max_abs_diff(weights, reference.weights) <= most
+    assert "DUE TO PREEMPTION" in log_of(job)
+    assert cluster.show(job)["Restarts"] == "1"
+    assert steps_of(job) == [380, 400]
 
 
 @pytest.fixture

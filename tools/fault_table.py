@@ -12,11 +12,11 @@ HEAD = """# What can go wrong, and what you will see
 
 <!-- python -m tools.fault_table writes this page from the marks of the tests -->
 
-A test produces every row: it makes the fault happen, and finds the words in `this type`
-in the output, where `...` stands for anything. It does so on CPUs with gloo. Where a
-row speaks of a job, there is a Slurm with two nodes, both on one machine. With NCCL, a
-rank that hangs or dies is reported differently: see
-[when it hangs](../06_slurm/when_it_hangs.ipynb).
+A test produces every row, in one of the stages that it names: it makes the fault
+happen, and finds the words in `this type` in the output, where `...` stands for
+anything. It does so on CPUs with gloo. Where a row speaks of a job, there is a Slurm
+with two nodes, both on one machine. With NCCL, a rank that hangs or dies is reported
+differently: see [when it hangs](../06_slurm/when_it_hangs.ipynb).
 
 *Within* is the limit of the test, on two cores that are busy with other tests, and not
 what you have to wait for. Most of this takes a few seconds. But how long the others
