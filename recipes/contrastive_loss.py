@@ -2,9 +2,9 @@
 
 Let each rank compute its samples' loss (here CLIP's) against the gathered embeddings of
 all ranks. The output of `dist.all_gather` has no graph, so the gradient lacks a
-sample's effect on other ranks' losses: `Gather` sends it back. Or put the rank's own
-embeddings back, compute the loss of all samples (N x N logits on every rank), and
-multiply it by the number of ranks, because DDP divides the gradient by that number.
+sample's effect as another one's partner or negative: `Gather` sends it back. Or put the
+rank's own embeddings back, compute the loss of all samples (N x N logits on every
+rank), and multiply it by the number of ranks, because DDP divides the gradient by it.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
 dist.all_gather, local loss: not a multiple of one process's gradient
@@ -29,7 +29,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # noqa: ARG004
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # own copy
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)  # the sum over the losses of all ranks
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 

@@ -1,11 +1,10 @@
 """How do I use pdb with torchrun? With breakpoint(), several ranks read my terminal.
 
-What I type then goes to any of them. If only one rank stops, the others run into the
-timeout of their next collective. Have all ranks call `dist.breakpoint(rank=1)`: rank 1
-opens pdb, and the others wait for it in a barrier. The call also sets the timeout of
-every process group to an hour (`timeout_s`), for the rest of the run, so a later hang
-shows only then. `q` ends all ranks at once. Ctrl-C goes to torchrun, which kills them
-after 30 seconds.
+What you type then goes to any of them, and if only one rank stops, the others run into
+the timeout of their next collective. Have all ranks call `dist.breakpoint(rank=1)`:
+rank 1 opens pdb, and the others wait for it in a barrier. The call also sets the
+timeout of every process group to an hour (`timeout_s`), for the rest of the run, so a
+later hang shows only then.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/debug_one_rank.py
 step 1: all inputs are finite
@@ -17,7 +16,7 @@ Type 'up' to get to the frame that called dist.breakpoint(rank=1)
 > [...]breakpoint()
 -> [...]
 (Pdb) up
-> [...]debug_one_rank.py(76)main()
+> [...]debug_one_rank.py(78)main()
 -> dist.breakpoint(rank=faulty)
 (Pdb) p rank, step, samples.isnan().nonzero().tolist()
 (1, 2, [[5, 2]])
@@ -49,7 +48,10 @@ def load(step, device):
 
 
 def first_rank_where(condition, device):
-    """Return the first rank on which the condition holds, on all ranks; or None."""
+    """Return the first rank on which the condition holds, on all ranks; or None.
+
+    Costs an all-reduce, and waits for the device: remove it after the search.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = torch.tensor(rank if condition else world_size, device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
@@ -80,7 +82,7 @@ def main():
         model(samples).square().mean().backward()
         optimizer.step()
     finite = all(weights.isfinite().all() for weights in model.parameters())
-    assert finite  # the NaN of one rank is in the weights of all
+    assert finite  # otherwise the NaN of one rank is in the weights of all
     if rank == 0:
         print(f"the weights are finite: {finite}")
 

@@ -1,9 +1,9 @@
 """Early stopping with DDP hangs: how do all ranks stop in the same epoch?
 
-If each rank decides by the loss of its own validation shard, one rank stops and the
-others wait for it in their next collective. After the timeout, gloo raises "Timed out
-waiting", and nccl's watchdog ends the process: "Watchdog caught collective operation
-timeout". Decide by a number that is the same on all ranks, such as a loss summed by an
+If each rank decides by the loss of its own validation shard, one rank stops, and the
+others wait in their next collective until the timeout: gloo then raises "Timed out
+waiting", and nccl's watchdog ends the process ("Watchdog caught collective operation
+timeout"). Decide by a number that is the same on all ranks, such as a loss summed by an
 all-reduce. If ranks may disagree, as about the time left, broadcast rank 0's decision.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/early_stopping.py
@@ -89,8 +89,8 @@ def main():
         if dist.get_rank() == 0:
             print(f"{should_stop.__name__}: ended in epochs {epochs},", end=" ")
             print(f"timed out: {timed_out}", flush=True)
-        together = len(set(epochs)) == 1 and not any(timed_out)
-        assert together == (should_stop is not by_own_shard or len(everybody) == 1)
+        apart = should_stop is by_own_shard and len(everybody) > 1
+        assert (len(set(epochs)) > 1) == any(timed_out) == apart
 
 
 if __name__ == "__main__":

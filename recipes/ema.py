@@ -1,9 +1,9 @@
 """How do I keep an EMA of the weights with DDP, and resume it from a checkpoint?
 
 Give every rank an `AveragedModel` of the bare model, and update it after each optimizer
-step. Parameters are equal on all ranks, so their averages are, too, and nothing is
-sent. Buffers are copied: batch norm's differ between ranks. Checkpoint its state dict:
-without its count of updates (`n_averaged`), the next update overwrites the average.
+step: parameters are equal on all ranks, so their averages are, too. Buffers are copied,
+not averaged, and batch norm's differ between ranks, so save rank 0's. Save the whole
+state dict: without `n_averaged`, the next update overwrites the average.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/ema.py
 in the checkpoint: n_averaged, module.weight, module.bias

@@ -1,9 +1,10 @@
 """How do I gather predictions of different lengths, in order, within rank 0's memory?
 
 `all_gather` needs every rank's shape in advance, and puts all outputs on every GPU.
-Instead, give rank r the samples r, r + n, r + 2 n, ... and gather one batch of outputs
-per rank at a time on rank 0, over gloo and from CPU memory. Together these batches hold
-consecutive samples: rank 0 puts them in order, appends them to a file, and drops them.
+Instead, give rank r the samples r, r + n, r + 2 n and so on, and gather one batch of
+outputs per rank at a time on rank 0, over gloo and from CPU memory. Together these
+batches hold consecutive samples: rank 0 appends them to a file in order, and drops
+them.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/huge_eval_outputs.py
 97 outputs, of 0 to 6 rows
@@ -52,7 +53,7 @@ def outputs(model, device, rank=0, world_size=1):
 def in_order(batches, group):
     """Gather a batch of each rank; on rank 0, yield the lists of their outputs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    nothing = torch.empty(0, 4), []  # a rank without a batch takes part, too
+    nothing = torch.empty(0, 3), []  # a rank without a batch takes part, too
     for _ in range(math.ceil(SAMPLES / (BATCH * world_size))):
         parts = [None] * world_size if rank == 0 else None
         dist.gather_object(next(batches, nothing), parts, dst=0, group=group)

@@ -9,6 +9,7 @@ has run out joins the others' all-reduces, at the cost of small ones in every st
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)
 Sharded: every sample is read 1 time(s)
+read by rank 0: [0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24]
 batches per rank: [7, 6]
 join: 25 samples trained, the same weights on all ranks
 """
@@ -55,8 +56,7 @@ def log(text):
 
 
 def from_all_ranks(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values := [None] * dist.get_world_size(), value)
     return values
 
 
@@ -76,6 +76,7 @@ def main():
         reads = Counter(itertools.chain.from_iterable(from_all_ranks(own)))
         assert reads == dict.fromkeys(range(25), times)
         log(f"{type(dataset).__name__}: every sample is read {times} time(s)")
+    log(f"read by rank 0: {[int(sample) for sample in own]}")
     log(f"batches per rank: {from_all_ranks(len(batches))}")
 
     model = nn.Linear(1, 1, dtype=torch.float64, device=device)
@@ -88,10 +89,9 @@ def main():
             wrapped(batch.to(device)).square().mean().backward()
             optimizer.step()
             seen += len(batch)
-    total = sum(from_all_ranks(seen))
     weights = from_all_ranks([weight.tolist() for weight in model.parameters()])
-    assert total == 25 and all(other == weights[0] for other in weights)
-    log(f"join: {total} samples trained, the same weights on all ranks")
+    assert sum(from_all_ranks(seen)) == 25 and all(w == weights[0] for w in weights)
+    log("join: 25 samples trained, the same weights on all ranks")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 The mean of the ranks' values is not the value over all samples, and DistributedSampler
 counts some samples twice, so that all ranks have equally many. Give each rank a shard
 without padding, and let torchmetrics combine the ranks' states in compute(), which is
-collective: all ranks call it. F1 keeps a few counts. AUROC and average precision keep
-every score and label, and every rank gathers all of them; the argument `thresholds`
-bounds this memory, and makes the values approximate.
+collective: all ranks call it. F1 keeps a few counts, but AUROC and average precision
+(over classes, not detection's) keep every score and label, and every rank gathers all
+of them, unless `thresholds` bounds this memory and makes the values approximate.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/metrics_torchmetrics.py
 shards: F1 0.5454, AUROC 0.7409, average precision 0.6242

@@ -1,9 +1,9 @@
 """Is a data prefetcher on a CUDA stream of its own (Apex's data_prefetcher) worth it?
 
 If a step waits for reading and decoding, use workers; a prefetcher does not help. It
-can hide one thing: the copy from pinned memory, which otherwise runs on the GPU between
-two steps, even with non_blocking=True. It costs the memory of one more batch. The times
-go to stderr; on a CPU, only those without and with workers.
+can hide one thing, at the price of another batch's memory: the copy from pinned memory,
+which otherwise runs on the GPU between two steps, even with non_blocking=True. Each
+step's wait goes to stderr; on a CPU, only the waits without and with workers.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/prefetcher.py
 each way yields the same 12 batches in the same order: True
@@ -36,8 +36,7 @@ def copied(loader, device):
 
 def prefetched(loader, device):
     """Yield the batches on the device; copy each one while the one before is used."""
-    stream = torch.cuda.Stream() if device.type == "cuda" else None
-    before = None
+    before, stream = None, torch.cuda.Stream() if device.type == "cuda" else None
     for batch in loader:
         with torch.cuda.stream(stream):  # without effect if it is None
             coming = batch.to(device, non_blocking=True)
@@ -45,7 +44,8 @@ def prefetched(loader, device):
         if before:
             yield wait_for(*before)
         before = coming, end
-    yield wait_for(*before)
+    if before:
+        yield wait_for(*before)
 
 
 def wait_for(batch, end):
@@ -79,8 +79,8 @@ def main():
     images = range(BATCHES * LOCAL_BATCH * dist.get_world_size())
     sampler = DistributedSampler(images, shuffle=False)
     ways = {"no workers": (0, False, copied), "workers": (2, False, copied)}
-    waited = {}
     ways |= {"pinned memory": (2, gpu, copied), "prefetcher": (2, gpu, prefetched)}
+    waited = {}
     for way, (workers, pinned, batches) in ways.items():
         options = dict(num_workers=workers, pin_memory=pinned, collate_fn=read)
         loader = DataLoader(images, LOCAL_BATCH, sampler=sampler, **options)

@@ -1,10 +1,11 @@
 """Is DDP's communication hidden behind backward? How do I see it in a profiler's trace?
 
 DDP rearranges its buckets after the first step, so profile a later one, and open its
-trace in ui.perfetto.dev. Look for `gloo:all_reduce`, or on a GPU for nccl's kernels, at
-the same time as backward. DDP sends a bucket as soon as backward has filled it, so all
-except the last can be hidden; with `bucket_cap_mb` so large that there is only one,
-nothing can. The share of the time that was hidden goes to stderr: machines differ.
+trace (kept if you add FOLDER to the command) in ui.perfetto.dev: look for
+`gloo:all_reduce`, or on a GPU for nccl's kernels, at the same time as backward. DDP
+sends a bucket as soon as backward has filled it, so all except the last can be hidden,
+unless `bucket_cap_mb` is so large that there is only one. The hidden share of the time
+goes to stderr; an nccl kernel's time includes its wait for the other ranks.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/profile_step.py
 6 bucket(s), 5 sent before the first layer's backward
@@ -60,7 +61,8 @@ def read_trace(path):
     calls = [e["ts"] for e in events if e["name"] == "c10d::allreduce_"]
     first_layer = max(e["ts"] for e in backward if "AddmmBackward" in e["name"])
     early = sum(call < first_layer for call in calls)
-    return len(calls), early, hidden / sum(e["dur"] for e in sends)
+    # One rank alone may send nothing.
+    return len(calls), early, hidden / max(sum(e["dur"] for e in sends), 1)
 
 
 def main():

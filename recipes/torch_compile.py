@@ -1,8 +1,8 @@
 """torch.compile and DDP: in which order, and where does `_orig_mod.` come from?
 
 Both orders work and give the same graphs, one for each of DDP's buckets, so that a
-bucket can be sent while backward is in the next graph. There is one exception: if the
-model is an nn.Sequential, compile(DDP(model)) compiles nothing (torch 2.15).
+bucket can be sent while backward is in the next graph (except that compile(DDP(model))
+compiles nothing if the model is an nn.Sequential, in torch 2.15).
 `torch.compile(model)` returns a wrapper, which puts `_orig_mod.` before the weights'
 names as DDP puts `module.`; `model.compile()` compiles in place. Save the state_dict()
 of the model itself: its names are clean in all cases.
@@ -13,7 +13,7 @@ DDP(compile(model)): 4 graph(s), module._orig_mod.layers.0.weight
 model.compile(): 4 graph(s), module.layers.0.weight
 model.compile(), optimize_ddp=False: 1 graph(s), module.layers.0.weight
 model.state_dict(): layers.0.weight
-weights after 5 steps: within 1e-12 of those without compile
+aot_eager, 5 steps: weights within 1e-12 of those without compile
 """
 
 import gc
@@ -64,7 +64,7 @@ def main():
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     plain = Net()
     expected = train(DistributedDataParallel(plain), plain)
-    # Inductor takes a minute to compile for a CPU; aot_eager only captures the graphs.
+    # For a CPU, Inductor takes long; aot_eager runs the captured graphs as they are.
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     orders = ("compile(DDP(model))", "DDP(compile(model))", "model.compile()")
     for order in (*orders, "model.compile(), optimize_ddp=False"):
@@ -86,10 +86,11 @@ def main():
         assert "layers.0.weight" in model.state_dict()
         if dist.get_rank() == 0:
             name = next(iter(called.state_dict()))
+            assert ("_orig_mod." in name) == (order in orders[:2])
             print(f"{order}: {counter.frame_count} graph(s), {name}", flush=True)
     if dist.get_rank() == 0:
         print("model.state_dict(): layers.0.weight")
-        print("weights after 5 steps: within 1e-12 of those without compile")
+        print(f"{backend}, 5 steps: weights within 1e-12 of those without compile")
 
 
 if __name__ == "__main__":

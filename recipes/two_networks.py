@@ -1,10 +1,10 @@
 """A GAN under DDP: "RuntimeError: [...] has been modified by an inplace operation".
 
-Before a forward pass, DDP copies rank 0's buffers (BatchNorm's) to all ranks. If the
-discriminator is called twice before one backward pass, many versions of torch then
-raise this error, though not 2.15. Call backward after each call, and put the first call
-and its backward inside no_sync(): the gradient is still sent once. In the generator's
-step, call the discriminator without DDP, which would send a gradient nobody uses.
+Before a forward pass, DDP copies rank 0's buffers (BatchNorm's) to all ranks, and if
+the discriminator was called twice before one backward pass, torch raised this error
+until PyTorch's PR #175851 of 2026. Call backward after each call, and put the first
+call and its backward inside no_sync(): the gradient is still sent once. In the
+generator's step, call the discriminator without DDP, which would send its gradient.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
 weights after 10 steps equal those of one process

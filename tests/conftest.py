@@ -90,6 +90,9 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.line(f"{name} {value}")
     if config.stash[NUM_SWEPT]:
         terminalreporter.line(f"{config.stash[NUM_SWEPT]} tests run only with --all")
 

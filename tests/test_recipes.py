@@ -29,6 +29,12 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 INDEX = FOLDER / "README.md"
 PROMPT = "(Pdb) "
 OUTPUTS = "stdout", "stderr"
+# {recipe: [(what differs between runs and goes to standard error, how often)]}
+MEASURED = {
+    "comm_hook_bf16.py": [(r"differences: \d\.\de-\d+ \d\.\de-\d+\n", 1)],
+    "prefetcher.py": [(r"a step's wait for its batch: (?:[\d.]+ ms|no GPU)\n", 4)],
+    "profile_step.py": [(r"hidden: \d+% of the time\n", 2)],
+}
 OURS = {"benchmarks", "common", "nbtools", "tests", "tools"}
 # {recipe: (a text that is there once, its replacement, what the failing run then says)}
 BROKEN = {
@@ -230,7 +236,10 @@ def test_there_are_recipes():
 def test_a_recipe_prints_what_it_shows(recipe, tmp_path, device, two):
     *_, printed = docstring(recipe)
     assert printed
-    assert_shows(run(recipe, tmp_path, device, two), printed)
+    done = run(recipe, tmp_path, device, two)
+    assert_shows(done, printed)
+    for pattern, times in MEASURED.get(recipe, []):
+        assert len(re.findall(pattern, done.stderr)) == times, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -252,6 +261,32 @@ def test_a_plain_breakpoint_stops_all_ranks(tmp_path, device, two):
     options = dict(seconds=120, prompts=2, **variables(tmp_path, device))
     done = in_terminal(arguments, tmp_path, **options)
     assert num_prompts(done.stdout, tmp_path) == 2
+
+
+@pytest.mark.sweep
+def test_two_calls_before_one_backward_failed_before_the_fix(tmp_path, device, two):
+    """Torch now leaves the buffers' versions as they are while DDP copies them."""
+    recipe = "two_networks.py"
+    calls = (
+        """            with no_sync():
+                (softplus(-discriminator(real[rank])).mean() / n).backward()
+            (softplus(discriminator(fake)).mean() / n).backward()  # sends the sum
+""",
+        """            loss = softplus(-discriminator(real[rank])).mean()
+            ((loss + softplus(discriminator(fake)).mean()) / n).backward()
+""",
+    )
+    unfixed = (
+        "    torch.set_default_device(device)\n",
+        "    torch.autograd._unsafe_preserve_version_counter = contextlib.nullcontext\n"
+        "    torch.set_default_device(device)\n",
+    )
+    script = tmp_path / recipe
+    for changes, word in (([calls], ""), ([calls, unfixed], "an inplace operation")):
+        harness.replace_once(FOLDER / recipe, *changes, target=script)
+        done = run(recipe, tmp_path, device, two, script)
+        assert (done.returncode == 0) == (not word), done.stderr
+        assert word in done.stderr
 
 
 @pytest.mark.sweep
@@ -302,7 +337,7 @@ def test_a_recipe_runs_on_gpus_too(recipe):
 def test_a_docstring_has_a_question_and_an_answer(recipe):
     question, answer, _, _ = docstring(recipe)
     assert "\n" not in question
-    assert len(re.findall(r"[.?!](\s|$)", answer)) >= 2
+    assert len(re.findall(r"[.?!](\s|$)", answer)) == 3
 
 
 def test_the_index_has_every_recipe_with_its_question():
