@@ -87,7 +87,11 @@ def hint(message):
     """If the block cannot connect, fail with one line: `message`, then torch's own."""
     try:
         yield
-    except (ValueError, torch.distributed.DistNetworkError) as error:
+    except (
+        ValueError,
+        torch.distributed.DistNetworkError,
+        torch.distributed.DistStoreError,
+    ) as error:
         fail(f"{message}: {' '.join(str(error).split())}")
 
 

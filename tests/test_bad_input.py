@@ -13,6 +13,7 @@ from tests.harness import LAUNCHERS
 from tests.harness import assert_one_error_line
 from tests.harness import fork
 from tests.harness import fork_ranks
+from tests.harness import free_port
 from tests.harness import run
 from tools.stages import ROOT
 from tools.stages import command
@@ -205,6 +206,16 @@ def test_a_port_in_use(stage, tmp_path, fault):
         done = fork(script, [], tmp_path, seconds=fault.seconds, **variables)()
     assert_one_error_line(done, "check MASTER_ADDR and MASTER_PORT: ")
     fault.assert_seen(done.stderr)
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    """It may have another address, or have died on another machine."""
+    variables = {**LAUNCHER_ENV, "WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    script = ROOT / "03_ddp_launch/train.py"
+    flags = ["--timeout", "3", "--device", "cpu"]
+    done = fork(script, flags, tmp_path, **variables)()
+    assert_one_error_line(done, "check MASTER_ADDR and MASTER_PORT: ")
+    assert "1/2 clients joined" in done.stderr
 
 
 @pytest.mark.parametrize("stage", LAUNCHERS)
