@@ -66,7 +66,7 @@ def make_loaders(args):
         train_set,
         batch_size=local_batch_size,
         sampler=RandomSampler(train_set, generator=torch.Generator()),
-        drop_last=True,  # otherwise an image of a short last batch weighs more
+        drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
     val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)

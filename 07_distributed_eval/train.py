@@ -123,12 +123,12 @@ def make_loaders(args):
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
-        # [03] otherwise every process trains on all the images
+        # [03] otherwise every process trains on all the samples
         sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
-        drop_last=True,  # otherwise an image of a short last batch weighs more
+        drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
-    # [07] every image exactly once: DistributedSampler would repeat some
+    # [07] every sample exactly once: DistributedSampler would repeat some
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
     val_loader = DataLoader(val_set, batch_size=local_batch_size, **options)
@@ -181,7 +181,7 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         else:
             skip_step(step, loss, scaler)
         scaler.update()
-    # [03] otherwise the metrics are those of rank 0's images alone
+    # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
 
@@ -197,7 +197,7 @@ def gather_logits(args, shard, outputs):
     logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
     if outputs:
         logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
-    # [07] every row is zero on all ranks except the one that has the image
+    # [07] every row is zero on all ranks except the one that has the sample
     dist.reduce(logits, dst=0)
     return logits
 
@@ -237,6 +237,8 @@ def run(args):
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
+    if args.sync_bn:  # [03] before the model is wrapped
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
@@ -250,8 +252,6 @@ def run(args):
         fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # [03] averages the gradients during backward; `model` is what is saved
     wrapped = nn.parallel.DistributedDataParallel(model)
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")

@@ -155,22 +155,22 @@ def make_loaders(args):
         dist.barrier()
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    # [08] the loader's batches stay as they are: a step sees the same images as before
+    # [08] the loader's batches stay as they are: a step sees the same samples as before
     micro_batch_size = local_batch_size // args.grad_accum_steps
     if micro_batch_size == 0:
-        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} images")
+        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} samples")
     options = loader_options(args)
     # [10] otherwise a SIGTERM to the whole job kills the workers before the last step
     options["worker_init_fn"] = ignore_launcher_sigterm
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
-        # [03] otherwise every process trains on all the images
+        # [03] otherwise every process trains on all the samples
         sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
-        drop_last=True,  # otherwise an image of a short last batch weighs more
+        drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
-    # [07] every image exactly once: DistributedSampler would repeat some
+    # [07] every sample exactly once: DistributedSampler would repeat some
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
@@ -203,7 +203,7 @@ def accumulate_gradients(args, model, batch, scaler, meter):
             output = model(images)
             loss = nn.functional.cross_entropy(output, target)
         meter.update(loss, output, target)
-        # [08] not 1 / N: micro-batches can differ in size by one image
+        # [08] not 1 / N: micro-batches can differ in size by one sample
         weight = len(target) / len(batch[1])
         mean_loss += loss.detach() * weight
         # [05] otherwise small gradients become zero in fp16
@@ -245,7 +245,7 @@ def train_one_epoch(
     # Otherwise every epoch has the same crops and flips, and the same order.
     loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    rest = skip_first_batches(loader, done)  # [09] without reading those images
+    rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
@@ -280,7 +280,7 @@ def train_one_epoch(
     signum, _ = decision.wait()[0].tolist()
     if signum:
         return None, signum
-    # [03] otherwise the metrics are those of rank 0's images alone
+    # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute(), 0
 
@@ -296,7 +296,7 @@ def gather_logits(args, shard, outputs):
     logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
     if outputs:
         logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
-    # [07] every row is zero on all ranks except the one that has the image
+    # [07] every row is zero on all ranks except the one that has the sample
     dist.reduce(logits, dst=0)
     return logits
 
@@ -352,6 +352,8 @@ def run(args):
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
+    if args.sync_bn:  # [03] before the model is wrapped
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
@@ -365,8 +367,6 @@ def run(args):
         fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # [03] averages the gradients during backward; `model` is what is saved
     wrapped = nn.parallel.DistributedDataParallel(model)
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")

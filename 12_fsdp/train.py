@@ -1,4 +1,4 @@
-"""[12] Shard the model with FSDP2: each process keeps a part of every weight.
+"""[12] Shard the model with FSDP2: each process keeps a shard of every weight.
 
 torchrun --standalone --nproc-per-node=2 12_fsdp/train.py
 """
@@ -168,23 +168,22 @@ def make_loaders(args):
         dist.barrier()
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    # [08] the loader's batches stay as they are: a step sees the same images as before
+    # [08] the loader's batches stay as they are: a step sees the same samples as before
     micro_batch_size = local_batch_size // args.grad_accum_steps
     if micro_batch_size == 0:
-        # [11] an image was a sample; now a window is, with --context-length tokens
-        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} windows")
+        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} samples")
     options = loader_options(args)
     # [10] otherwise a SIGTERM to the whole job kills the workers before the last step
     options["worker_init_fn"] = ignore_launcher_sigterm
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
-        # [03] otherwise every process trains on all the images
+        # [03] otherwise every process trains on all the samples
         sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),
-        drop_last=True,  # otherwise an image of a short last batch weighs more
+        drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
-    # [07] every image exactly once: DistributedSampler would repeat some
+    # [07] every sample exactly once: DistributedSampler would repeat some
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
@@ -220,7 +219,7 @@ def accumulate_gradients(args, model, batch, scaler, meter):
             output = model(tokens)
             loss = nn.functional.cross_entropy(output, target)
         meter.update(loss, output, target)
-        # [08] not 1 / N: micro-batches can differ in size by one image
+        # [08] not 1 / N: micro-batches can differ in size by one sample
         weight = len(target) / len(batch[1])
         mean_loss += loss.detach() * weight
         # [05] otherwise small gradients become zero in fp16
@@ -262,7 +261,7 @@ def train_one_epoch(
     # Otherwise every epoch has the same crops and flips, and the same order.
     loader.dataset.epoch = epoch
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    rest = skip_first_batches(loader, done)  # [09] without reading those images
+    rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
     for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
@@ -298,7 +297,7 @@ def train_one_epoch(
     signum, _ = decision.wait()[0].tolist()
     if signum:
         return None, signum
-    # [03] otherwise the metrics are those of rank 0's images alone
+    # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute(), 0
 
@@ -314,7 +313,7 @@ def gather_logits(args, shard, outputs):
     logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
     if outputs:
         logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
-    # [07] every row is zero on all ranks except the one that has the image
+    # [07] every row is zero on all ranks except the one that has the sample
     dist.reduce(logits, dst=0)
     return logits
 
@@ -349,7 +348,7 @@ def evaluate(args, model, loader):
 
 # ---- 6. the run ----------------------------------------------------------------------
 def shard_model(args, model):
-    """Leave this process a part of each weight; FSDP gathers the others when needed."""
+    """Leave this process a shard of each weight; FSDP gathers the others if needed."""
     mesh = dist.init_device_mesh(args.device.type, (dist.get_world_size(),))
     dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
     # [12] with --amp, gather weights in 16 bits, and average gradients in 32
@@ -375,6 +374,8 @@ def run(args):
     # [11] the tokens are bytes, so there are 256
     model = GPT(256, args.context_length, args.width, args.depth, args.heads)
     model.to(args.dtype)  # [12] in CPU memory; fully_shard moves a block at a time
+    if args.sync_bn:  # [03] before the model is wrapped
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
     shard_model(args, model)  # [12] before the optimizer, which must update the shards
@@ -389,13 +390,11 @@ def run(args):
         fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     # [09] everything that has a state: without the momentum, say, the next step differs
-    full = (FullModel(model), FullOptimizer(model, optimizer))  # [12] not in shards
+    full = (FullModel(model), FullOptimizer(model, optimizer))  # [12] whole on rank 0
     ckpt = Checkpointer(args, train_loader, *full, scheduler, scaler)
     ckpt.restore(load_latest(ckpt))
     if ckpt.step:
@@ -420,7 +419,7 @@ def run(args):
         log(f"val {bits:.3f} bits per byte, perplexity {torch.tensor(bits).exp2():.2f}")
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            # [12] on all ranks: each has a part, and rank 0 alone would wait forever
+            # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
             weights = get_model_state_dict(model, options=whole)
             if is_main_process():
                 checkpoint.save_epoch(args.out_dir, epoch, train, val, weights)

@@ -191,7 +191,7 @@ def copies(probe):
             cells = [str(kind).removeprefix("torch."), str(pin)]
             ms = [f"{1e3 * statistics.median(one[1:]):.2f}" for one in (taken, waited)]
             rows.append([*cells, *ms])
-    return table(["type", "pinned", "ms", "ms until Python goes on"], rows)
+    return table(["type", "pinned", "ms", "ms until Python continues"], rows)
 
 
 def loaders(probe):

@@ -80,13 +80,13 @@ def main(folder):
         full = [FullModel(model), FullOptimizer(model, optimizer)]
         full = [part.state_dict() for part in full]
     row("stage 12: gathered", gathers.bytes)
-    row("stage 12: held for the file", size(full))
+    row("stage 12: state to write", size(full))
     with AllGathers() as gathers:
         shards = [ShardedModel(model), ShardedOptimizer(model, optimizer)]
         state = {"model": shards[0], "optimizer": shards[1]}
         dcp.save(state, checkpoint_id=folder)
     row("stage 13: gathered", gathers.bytes)
-    row("stage 13: held for its file", size([part.state_dict() for part in shards]))
+    row("stage 13: state to write", size([part.state_dict() for part in shards]))
 
 
 if __name__ == "__main__":
