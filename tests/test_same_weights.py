@@ -124,7 +124,7 @@ def test_sharded_weights_in_single_precision(stage, processes, trained, device):
 
 
 def test_two_launchers_as_on_two_machines(alone, two, device, tmp_path):
-    """Two torchruns that meet at one address, as notebook 03 shows for two machines."""
+    """Two torchruns that meet at one address, as README shows for two machines."""
     if device == "cuda":
         pytest.skip("both launchers of one machine would take its first GPU")
     meeting = ["--nnodes=2", f"--nproc-per-node={two // 2}", "--rdzv-backend=c10d"]
