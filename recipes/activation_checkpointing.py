@@ -1,4 +1,4 @@
-"""Checkpointing and DDP: "RuntimeError: Expected to mark a variable ready only once".
+"""Activation checkpointing and DDP: "Expected to mark a variable ready only once".
 
 The reentrant kind of torch.utils.checkpoint starts a backward pass inside the backward
 pass. By then, DDP with find_unused_parameters=True has already marked the blocks'
@@ -6,7 +6,7 @@ parameters as unused and ready. With use_reentrant=False there is no error, and 
 keeps only its input for backward, at the price of a second forward pass.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
-without checkpointing: 152 KiB kept for backward, gradients as in one process
+without activation checkpointing: 152 KiB kept for backward, gradients as in one process
 use_reentrant=False: 24 KiB kept for backward, gradients as in one process
 use_reentrant=True: Expected to mark a variable ready only once.
 """
@@ -82,7 +82,7 @@ def main():
         for a, b in zip(net.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
         assert kept == (24 if options else 152)
-        name = "use_reentrant=False" if options else "without checkpointing"
+        name = "use_reentrant=False" if options else "without activation checkpointing"
         log(f"{name}: {kept} KiB kept for backward, gradients as in one process")
     net = Net(use_reentrant=True)
     try:

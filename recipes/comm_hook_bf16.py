@@ -1,10 +1,10 @@
 """How do I halve what DDP sends per step (gradient compression, register_comm_hook)?
 
-With `bf16_compress_hook`, DDP casts the gradients to bfloat16, averages them over the
-ranks, and casts the result back: weights, gradients and optimizer stay in float32. All
-ranks still have the same weights, but the averages have 8 significant bits instead of
-24, so compare the losses with and without the hook. It can save time only where
-backward has to wait for the network.
+With `bf16_compress_hook`, DDP averages the gradients over the ranks in bfloat16, and
+casts the result back: weights, gradients and optimizer stay in float32. All ranks still
+have the same weights, but the gradients and each of their sums are rounded to 8
+significant bits, not 24, so compare the losses with and without the hook. It can save
+time only where backward has to wait for the network.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/comm_hook_bf16.py
 no hook: 21252 bytes sent per step, weights within 1e-6 of one process's

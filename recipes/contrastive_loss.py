@@ -1,10 +1,10 @@
 """How do I compute a contrastive loss (SimCLR, CLIP) over the samples of all GPUs?
 
-Let each rank compute its samples' loss (here CLIP's) against the gathered embeddings of
-all ranks. The output of `dist.all_gather` has no graph, so the gradient lacks a
-sample's effect as another one's partner or negative: `Gather` sends it back. Or put the
-rank's own embeddings back, compute the loss of all samples (N x N logits on every
-rank), and multiply it by the number of ranks, because DDP divides the gradient by it.
+Let each rank compute its samples' loss (here CLIP's) against all ranks' embeddings.
+`dist.all_gather` records no graph, so the gradient lacks a sample's effect as another
+one's partner or negative: `Gather` sends it back. Or put the rank's own embeddings
+back, and multiply the loss of all samples (N x N logits on every rank) by the number of
+ranks, as DDP divides by it; a learned temperature's gradient is then too large.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
 dist.all_gather, local loss: not a multiple of one process's gradient

@@ -1,10 +1,10 @@
 """How do I use pdb with torchrun? With breakpoint(), several ranks read my terminal.
 
-What you type then goes to any of them, and if only one rank stops, the others run into
-the timeout of their next collective. Have all ranks call `dist.breakpoint(rank=1)`:
-rank 1 opens pdb, and the others wait for it in a barrier. The call also sets the
-timeout of every process group to an hour (`timeout_s`), for the rest of the run, so a
-later hang shows only then.
+What you type then goes to any one of them, and if only one rank stops, the others run
+into the timeout of their next collective. Have all ranks call
+`dist.breakpoint(rank=1)`: rank 1 opens pdb, and the others wait for it in a barrier.
+The call also sets the timeout of every process group to an hour (`timeout_s`), for the
+rest of the run, so a later hang takes that long to fail.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/debug_one_rank.py
 step 1: all inputs are finite

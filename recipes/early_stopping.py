@@ -1,10 +1,10 @@
 """Early stopping with DDP hangs: how do all ranks stop in the same epoch?
 
-If each rank decides by the loss of its own validation shard, one rank stops, and the
+If each rank decides from its own validation shard's loss, one rank stops, and the
 others wait in their next collective until the timeout: gloo then raises "Timed out
 waiting", and nccl's watchdog ends the process ("Watchdog caught collective operation
-timeout"). Decide by a number that is the same on all ranks, such as a loss summed by an
-all-reduce. If ranks may disagree, as about the time left, broadcast rank 0's decision.
+timeout"). Base the decision on a number that all ranks share, such as an all-reduced
+loss. If ranks may disagree, as about the time left, broadcast rank 0's decision.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/early_stopping.py
 by_all_shards: ended in epochs [6, 6], timed out: [False, False]

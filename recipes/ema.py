@@ -1,9 +1,9 @@
 """How do I keep an EMA of the weights with DDP, and resume it from a checkpoint?
 
-Give every rank an `AveragedModel` of the bare model, and update it after each optimizer
-step: parameters are equal on all ranks, so their averages are, too. Buffers are copied,
-not averaged, and batch norm's differ between ranks, so save rank 0's. Save the whole
-state dict: without `n_averaged`, the next update overwrites the average.
+On every rank, update an `AveragedModel` of the bare model (its default is a plain mean:
+pass `get_ema_multi_avg_fn`) after each optimizer step: all ranks get the same average.
+Buffers are copied, not averaged, and batch norm's differ by rank, so save rank 0's.
+Save the whole state dict: without `n_averaged`, the next update overwrites the average.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/ema.py
 in the checkpoint: n_averaged, module.weight, module.bias

@@ -1,10 +1,10 @@
 """Why does my IterableDataset return duplicated data with DDP and several workers?
 
-Nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and every
-worker of every rank iterates over all of it. Each worker has to skip the samples of the
-others, as `Sharded` does; the order must be the same in all processes. Ranks with more
-batches than others then wait until the timeout, except under `join`: there, a rank that
-has run out joins the others' all-reduces, at the cost of small ones in every step.
+In torch, nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and
+every worker of every rank iterates over all of it. Each worker has to skip the others'
+samples, as `Sharded` does, in an order that is the same in all processes. A rank with
+more batches then waits until the timeout, except under DDP's `join()`: there, a rank
+that has run out joins the others' all-reduces, at the cost of small ones in every step.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)

@@ -1,8 +1,8 @@
 """How do I log to TensorBoard under DDP? There is an event file for every rank.
 
-Create the SummaryWriter, or the W&B run, on rank 0 only. Its own loss is that of its
-own samples, so let one all-reduce add up the sums and counts of all ranks, and log the
-quotient. That waits for all ranks, so do it every few steps.
+Create the SummaryWriter, or the W&B run, on rank 0 only. Rank 0's loss covers only its
+own samples, so all-reduce the sum and the count of all ranks, and log the quotient. The
+all-reduce waits for all ranks, and .item() for the GPU, so do it every few steps.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/logging_rank0.py
 1 event file, with a loss at steps [10, 20, 30]

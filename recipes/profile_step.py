@@ -1,11 +1,11 @@
-"""Is DDP's communication hidden behind backward? How do I see it in a profiler's trace?
+"""Does DDP's communication overlap with backward? How do I see it in a trace?
 
 DDP rearranges its buckets after the first step, so profile a later one, and open its
-trace (kept if you add FOLDER to the command) in ui.perfetto.dev: look for
-`gloo:all_reduce`, or on a GPU for nccl's kernels, at the same time as backward. DDP
-sends a bucket as soon as backward has filled it, so all except the last can be hidden,
-unless `bucket_cap_mb` is so large that there is only one. The hidden share of the time
-goes to stderr; an nccl kernel's time includes its wait for the other ranks.
+trace (kept if you add FOLDER to the command) in ui.perfetto.dev: `gloo:all_reduce`, or
+on a GPU nccl's AllReduce kernels, should overlap backward. DDP sends a bucket as soon
+as backward has filled it, so all except the last can be hidden, unless `bucket_cap_mb`
+is so large that there is only one. The hidden share of the time goes to stderr; an nccl
+kernel's time includes its wait for the other ranks.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/profile_step.py
 6 bucket(s), 5 sent before the first layer's backward

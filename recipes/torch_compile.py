@@ -1,8 +1,8 @@
 """torch.compile and DDP: in which order, and where does `_orig_mod.` come from?
 
 Both orders work and give the same graphs, one for each of DDP's buckets, so that a
-bucket can be sent while backward is in the next graph (except that compile(DDP(model))
-compiles nothing if the model is an nn.Sequential, in torch 2.15).
+bucket can be sent while backward is in the next graph; but in torch 2.15,
+compile(DDP(model)) compiles nothing if the model is an nn.Sequential.
 `torch.compile(model)` returns a wrapper, which puts `_orig_mod.` before the weights'
 names as DDP puts `module.`; `model.compile()` compiles in place. Save the state_dict()
 of the model itself: its names are clean in all cases.

@@ -4,7 +4,7 @@ Before a forward pass, DDP copies rank 0's buffers (BatchNorm's) to all ranks, a
 the discriminator was called twice before one backward pass, torch raised this error
 until PyTorch's PR #175851 of 2026. Call backward after each call, and put the first
 call and its backward inside no_sync(): the gradient is still sent once. In the
-generator's step, call the discriminator without DDP, which would send its gradient.
+generator's step, call the bare discriminator: DDP would all-reduce its gradients, too.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
 weights after 10 steps equal those of one process
