@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -160,11 +161,20 @@ class Cluster:
                 found[variables.get("RANK", variables.get("SLURM_PROCID"))] = process
         return found
 
+    def ranks_that_catch_signals(self, job):
+        """Return `ranks` as soon as a signal does not kill any of them."""
+
+        def found():
+            ranks = self.ranks(job)
+            return all(map(catches_sigterm, ranks.values())) and ranks
+
+        return wait_until(found, 60, lambda: log_of(job), every=0.1)
+
     def preempt(self, job):
         """Have a more urgent job take a job's nodes; return when it waits for them."""
         words = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2"]
         words += ["--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-        ranks = self.ranks(job)
+        ranks = self.ranks_that_catch_signals(job)
         self.call(*words)
         self.wait(job, "PENDING")
         assert_gone(ranks.values(), [], 60)
@@ -173,6 +183,13 @@ class Cluster:
     def send_time_limit_signal(self, job):
         """Send the signal that Slurm sends to a job before its time is over."""
         self.call("scancel", "--batch", "--signal=USR1", job.number)
+
+
+def catches_sigterm(process):
+    """Return whether a process has a handler for SIGTERM; see proc(5)."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    mask = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
 
 
 def log_of(job):
@@ -291,7 +308,7 @@ def requeued_before_its_time_is_over(cluster, name, folder):
     flags = (*LONG, *NEVER, "--out-dir", folder / "out")
     job = cluster.submit(PREEMPTION, name, *flags, cwd=folder)
     cluster.wait_for(job, "2 processes on gloo")
-    ranks = cluster.ranks(job)
+    ranks = cluster.ranks_that_catch_signals(job)
     cluster.send_time_limit_signal(job)
     assert cluster.wait(job, "PENDING", "FAILED") == "PENDING", log_of(job)
     assert_gone(ranks.values(), [], 60)
