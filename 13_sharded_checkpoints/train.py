@@ -437,7 +437,7 @@ def run(args):
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
     # [13] otherwise the collectives of async_save and of training interleave
-    saves = dist.new_group(backend="gloo", timeout=args.timeout)
+    saves = dist.new_group(backend="gloo", timeout=10 * args.timeout)  # for slow disks
     # [09] everything that has a state: without the momentum, say, the next step differs
     shards = (ShardedModel(model), ShardedOptimizer(model, optimizer))
     ckpt = ShardedCheckpointer(args, train_loader, *shards, scheduler, scaler, saves)

@@ -3,7 +3,6 @@
 import sys
 import time
 import zipfile
-from contextlib import suppress
 
 import torch
 
@@ -11,8 +10,8 @@ from common import checkpoint
 from common.args import fail
 
 # A run may resume with other values of these flags; all others must be the same. Two of
-# them can change the weights: --device does by rounding, and --grad-accum-steps does,
-# like the number of processes, in a network with batch norm or dropout.
+# them can change the weights: --device and --grad-accum-steps do by rounding, and the
+# latter, like the number of processes, by more in one with batch norm or dropout.
 HARMLESS_FLAGS = {
     "activation_checkpointing",
     "async_save",
@@ -164,8 +163,7 @@ class Checkpointer:
         if self.latest is not None:
             # What a kill between a save and its pruning left; the run may be over, and
             # save nothing more.
-            with suppress(OSError):
-                self.prune(self.latest, spared=self.skipped)
+            self.prune(self.latest)
 
     def first_epoch(self, steps_per_epoch):
         """Return the epoch to begin with. All of its steps may be done already."""
@@ -203,21 +201,25 @@ class Checkpointer:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save(state, path)
-            self.prune(path)
         except (OSError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
+        else:
+            self.prune(path)
 
-    def prune(self, latest, spared=()):
+    def prune(self, latest):
         """Remove temporary files, and all but --keep-checkpoints checkpoints.
 
-        Checkpoints of later steps are corrupt: a run resumes from the latest readable
-        one. They are removed, too, except those that are spared.
+        One that could not be read is removed when `latest` is of a later step: another
+        attempt may read it. What cannot be removed is named on standard error.
         """
         older = [path for path in self.paths() if path < latest]
-        kept = {latest, *older[: self.keep - 1], *spared}
-        for path in {*self.paths(), *self.folder.glob(".step-*.tmp")} - kept:
-            self.remove(path)
+        kept = [path for path in older if path not in self.skipped][: self.keep - 1]
+        for path in {*older, *self.folder.glob(".step-*.tmp")} - {*kept}:
+            try:
+                self.remove(path)
+            except OSError as error:
+                sys.stderr.write(f"{path} cannot be removed ({error.strerror})\n")
 
     def remove(self, path):
         """Remove a checkpoint, or what is left of one."""

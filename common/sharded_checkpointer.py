@@ -11,6 +11,7 @@ runs any code that is in it: resume only from checkpoints of your own.
 """
 
 import contextlib
+import gc
 import shutil
 import sys
 import time
@@ -70,8 +71,8 @@ class Writer(FileSystemWriter):
     """Writes a folder for torch.distributed.checkpoint, complete or under another name.
 
     folder: its path in the end; rest: what goes to rest.pt; prune: called with the
-    path when the folder is there. torch calls the first two methods in all processes;
-    rank 0 calls the others, the one before anything is written and the other after it.
+    path when the folder is there. torch calls prepare_global_plan, before anything is
+    written, and finish, after it, in rank 0 alone.
     """
 
     def __init__(self, folder, rest, prune):
@@ -120,31 +121,30 @@ class Writer(FileSystemWriter):
             checksums[path.name] = checksum_file(path).read_text()
             checksum_file(path).unlink()
         checkpoint.save(self.rest | {"checksums": checksums}, self.path / REST)
-        if self.folder.exists():  # a corrupt one
+        if self.folder.exists():  # one that could not be read
             remove(self.folder)
         self.path.rename(self.folder)
         checkpoint.sync_directory(self.folder.parent)
-        with contextlib.suppress(OSError):
-            self.prune(self.folder)
+        self.prune(self.folder)
 
 
 class Reader(FileSystemReader):
     """Reads the shards in a folder; a file that is not as written is a ValueError.
 
-    Each process checks the files that it reads, so that all check them together.
-    checksums: as in `check`.
+    Each process checks some of the files, before any process reads one.
+    checksums: as in `check`; group: a process group of all processes.
     """
 
-    def __init__(self, folder, checksums):
+    def __init__(self, folder, checksums, group):
         super().__init__(folder)
         self.checksums = checksums
+        self.group = group
 
-    def read_data(self, plan, planner):
-        """Read what this process needs."""
-        needed = [self.storage_data[item.storage_index] for item in plan.items]
-        for name in {info.relative_path for info in needed}:
+    def prepare_local_plan(self, plan):
+        """Check this process's part of the files; an error in one reaches all."""
+        for name in sorted(self.checksums)[self.group.rank() :: self.group.size()]:
             check(Path(self.path) / name, self.checksums)
-        return super().read_data(plan, planner)
+        return super().prepare_local_plan(plan)
 
 
 class ShardedCheckpointer(Checkpointer):
@@ -189,7 +189,7 @@ class ShardedCheckpointer(Checkpointer):
         Also ends it if another version of torch has written what this one cannot read.
         """
         state = self.load(path)
-        reader = Reader(path, state["checksums"])
+        reader = Reader(path, state["checksums"], self.group)
         try:
             reader.read_metadata()
         except Exception as error:  # whatever reading classes of that version raises
@@ -262,6 +262,7 @@ class ShardedCheckpointer(Checkpointer):
             if self.writer.is_coordinator:
                 name = self.writer.folder.name
                 sys.stderr.write(f"{name}: checkpoint not written ({reason(error)})\n")
+            gc.collect()  # torch's exception refers to the state that it has copied
             # in all processes, which may have written to disks of their own
             with contextlib.suppress(OSError):
                 remove(Path(self.writer.path))

@@ -1,6 +1,6 @@
 """A sharded model and its optimizer, for torch.distributed.checkpoint.
 
-torch calls both methods of what it saves and loads, in all processes.
+torch calls `state_dict` to save, and both methods to load, in all processes.
 """
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict

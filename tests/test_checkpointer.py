@@ -1,5 +1,6 @@
 """Checkpointer alone: what it saves, finds, refuses and removes. No stage is run."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,14 +156,39 @@ def test_what_a_kill_before_the_pruning_left_is_removed_when_the_run_resumes(tmp
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_later_ones_than_the_one_just_written_are_removed(tmp_path):
-    """They are corrupt: otherwise the run would have resumed from one of them."""
+def test_one_that_could_not_be_read_stays_until_a_later_step_is_saved(tmp_path):
+    """It may be valid: perhaps only a read failed. It is not one of those to keep."""
     ckpt = make(tmp_path)
-    for step in (40, 60, 80):
+    for step in (40, 50, 60):
         ckpt.save(step, SUMS)
-    ckpt.save(50, SUMS)
-    assert steps_in(ckpt) == [50]
-    assert checkpointer.read(ckpt.paths()[0])["step"] == 50
+    latest, older = ckpt.paths()
+    latest.write_bytes(b"")
+    assert ckpt.find_latest() == older
+    ckpt.restore(ckpt.load(older))
+    assert steps_in(ckpt) == [60, 50]
+    ckpt.save(55, SUMS)
+    assert steps_in(ckpt) == [60, 55, 50]
+    ckpt.save(65, SUMS)
+    assert steps_in(ckpt) == [65, 55]
+
+
+def test_what_cannot_be_removed_is_named_and_the_rest_is_removed(
+    tmp_path, monkeypatch, capsys
+):
+    ckpt = make(tmp_path, keep=1)
+    unlink = Path.unlink
+
+    def fail(path, **options):
+        if path.name == "step-000000001.pt":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    for step in (1, 2, 3):
+        ckpt.save(step, SUMS)
+    assert steps_in(ckpt) == [3, 1]
+    line = f"{ckpt.paths()[1]} cannot be removed (Permission denied)"
+    assert capsys.readouterr().err.splitlines() == [line, line]
 
 
 # ---- other flags ---------------------------------------------------------------------
@@ -339,7 +366,10 @@ def test_unreadable_ones_are_skipped_and_then_removed(tmp_path, capsys):
     for path, line in zip(reversed(files), lines, strict=True):
         assert line.startswith(f"skipping corrupt checkpoint {path} (")
     ckpt.save(13, SUMS)
-    assert steps_in(ckpt) == [13, 12]
+    assert steps_in(ckpt)[-2:] == [13, 12]
+    assert len(steps_in(ckpt)) == 2 + len(UNREADABLE)
+    ckpt.save(99, SUMS)
+    assert steps_in(ckpt) == [99, 13]
 
 
 def test_if_none_can_be_read_the_line_says_why(tmp_path, capsys):
