@@ -245,10 +245,14 @@ class ShardedCheckpointer(Checkpointer):
 
     def wait(self):
         """Wait until the save in the background has ended, if there is one."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            with self.failure_reported():
-                pending.result()
+        if self.pending is None:
+            return
+        with self.failure_reported():
+            self.pending.result()
+        failed = self.pending.exception() is not None
+        self.pending = None
+        if failed:
+            gc.collect()  # a cycle of the exception keeps the copy of the state
 
     @contextlib.contextmanager
     def failure_reported(self):
@@ -262,7 +266,6 @@ class ShardedCheckpointer(Checkpointer):
             if self.writer.is_coordinator:
                 name = self.writer.folder.name
                 sys.stderr.write(f"{name}: checkpoint not written ({reason(error)})\n")
-            gc.collect()  # torch's exception refers to the state that it has copied
             # in all processes, which may have written to disks of their own
             with contextlib.suppress(OSError):
                 remove(Path(self.writer.path))

@@ -6,6 +6,7 @@ do so for every stage.
 """
 
 import functools
+import gc
 import re
 import resource
 import runpy
@@ -505,6 +506,32 @@ def test_on_a_full_disk_the_earlier_checkpoint_survives(
     training.save(4)
     training.ckpt.wait()
     assert steps_in(training) == [4, 1]
+
+
+def num_tensors():
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def test_a_failed_async_save_keeps_no_copy_of_the_state(make, monkeypatch, capsys):
+    training = make(async_save=True)
+    training.save(1)
+    training.ckpt.wait()
+
+    def fail(*_):
+        raise OSError("cannot")
+
+    monkeypatch.setattr(sharded_checkpointer.FileSystemWriter, "write_data", fail)
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_tensors()
+        for step in (2, 3, 4):
+            training.script.save_checkpoint(training.args, training.ckpt, step, SUMS)
+            training.ckpt.wait()
+        assert num_tensors() <= before
+    finally:
+        gc.enable()
+    assert capsys.readouterr().err.count("(rank 0: cannot)") == 3
 
 
 @BOTH
