@@ -20,5 +20,5 @@ def test_100_runs_in_a_row_end_with_0(stage, several, device, tmp_path):
     done = [run(arguments, tmp_path) for _ in range(100)]
     assert all("epoch 1: " in one.stdout for one in done)
     failed = [one.stderr for one in done if one.returncode != 0]
-    print(f"\n{stage}: {len(failed)} of 100 runs ended with another status than 0")
+    print(f"\n{stage}: {len(failed)} of 100 runs ended with a status other than 0")
     assert failed == []
