@@ -206,7 +206,7 @@ class ShardedCheckpointer(Checkpointer):
         """Note, from a CheckpointException, that a checkpoint cannot be read.
 
         Raises what has another cause, an interrupt or a lack of memory for instance:
-        otherwise a run resumes from an older checkpoint, and removes this one.
+        otherwise a run resumes from an older checkpoint, and later removes this one.
         """
         for cause, _ in error.failures.values():
             if not isinstance(cause, (OSError, ValueError)):
