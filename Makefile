@@ -4,8 +4,10 @@ PYTHON ?= python3
 PY = .venv/bin/python
 INSTALLED = .venv/installed
 SITE_INSTALLED = .venv/site-installed
+# Without .venv, one of the machine's.
+ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks diff propagate site exits gpu ray horovod
+.PHONY: help demo test benchmark check notebooks pages sizes diff propagate site exits gpu ray horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -15,25 +17,29 @@ help:
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
-	@echo "make diff A=03 B=04   show what a stage changes"
-	@echo "make propagate        carry an edit of a stage's script down the chain (FROM=...)"
+	@echo "make pages            write the READMEs' tables, docs/faults.md and the picture"
+	@echo "make sizes            print how long scripts, notebooks and recipes are"
+	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
+	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
+# The scripts run with Python 3.10, too; the tools and the tests read stages.toml by tomllib.
+is_recent = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "$(1) is not Python 3.11 or later; to name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+
 ifeq ($(origin PY),command line)
 # An environment of the reader's own: nothing is installed there.
 .PHONY: $(INSTALLED) $(SITE_INSTALLED)
-demo benchmark: NEEDS = torch torchvision numpy tqdm matplotlib psutil
 $(INSTALLED) $(SITE_INSTALLED):
-	@$(PY) -m tools.missing $(NEEDS)
+	@$(call is_recent,$(PY))
 else
 # A virtual environment in .venv: made once, and again when the requirements change.
 $(INSTALLED): requirements.txt requirements-dev.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "Python 3.10 or later is needed; to name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(call is_recent,$(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
@@ -59,26 +65,35 @@ check: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pytest -q -m "not slow and not long" \
-	  $(addprefix tests/test_,chain.py tools.py notebooks.py symptoms.py translation.py)
+	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py)
 
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(NOTEBOOKS)
 
+pages: $(INSTALLED)
+	$(PY) -m tools.pages
+
+sizes: $(INSTALLED)
+	@$(PY) -m tools.sizes
+
 diff:
-	@diff -u --color=auto $(A)_*/train.py $(B)_*/train.py; test $$? -lt 2
+	@$(ANY_PYTHON) -m tools.diff $(addprefix --from=,$(A)) $(B)
 
 propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
 
 site: $(SITE_INSTALLED)
-	@$(PY) -m tools.build_site
+	@rm -rf docs/_build
+	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto \
+	  -c docs . docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 exits: $(INSTALLED)
 	$(PY) -m pytest -m long tests/test_exits.py -s
 
-# Without .venv it takes the Python that has torch: the machine need not reach the internet.
+# Nothing is installed: the machine need not reach the internet.
 gpu:
-	@$(or $(wildcard $(PY)),$(PYTHON)) -m tools.gpu $(PART)
+	@$(ANY_PYTHON) -m tools.gpu $(PART)
 
 # Each library is in an environment of its own, which sees the torch that is in .venv.
 .venv-%/installed: recipes/neighbors/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)

@@ -165,6 +165,8 @@ def run(args):
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
+    # [03] otherwise all ranks draw the same numbers, for dropout for instance
+    torch.manual_seed(args.seed + dist.get_rank())
     if args.sync_bn:  # [03] before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:

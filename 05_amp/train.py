@@ -1,22 +1,19 @@
 """[05] Train in mixed precision, with --amp bf16 or fp16: autocast, scaling, clipping.
 
-python 05_amp/train.py --nproc=2
+torchrun --standalone --nproc-per-node=2 05_amp/train.py
 """
 
 import gc
 import math
 import os
-import signal
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 # [03] noted before the slow imports, during which the launcher may die
 PARENT_PID = os.getppid()
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
@@ -29,7 +26,6 @@ from common import launch
 from common import meters
 from common.args import ArgumentParser
 from common.args import positive_float
-from common.args import positive_int
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
@@ -43,8 +39,6 @@ def parse_args():
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
     )
-    # [04] no launcher says how many
-    parser.add_argument("--nproc", type=positive_int, help="number of processes")
     # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
         "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
@@ -56,11 +50,6 @@ def parse_args():
     # [03] otherwise DDP raises a ValueError that does not name the flag
     if args.sync_bn and args.device.type == "cpu":
         parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
-    if args.nproc is None:
-        args.nproc = torch.cuda.device_count() if args.device.type == "cuda" else 2
-    # [04] checked here, in the parent, an error is reported once and not by every rank
-    launch.check_batch_size(args, args.nproc)
-    launch.get_device(args, args.nproc - 1)
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
     if args.amp != "off" and args.dtype != torch.float32:
         parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
@@ -68,11 +57,13 @@ def parse_args():
 
 
 # ---- 2. processes --------------------------------------------------------------------
-def setup(args, rank, folder):
+def setup(args):
     """Prepare this process and return its device."""
+    launch.check_environment(args)
     # [03] otherwise a launcher that is killed leaves its processes training
     launch.die_with_parent(PARENT_PID)
-    local_rank = rank  # [04] all processes are on this machine
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args, local_rank)
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
@@ -82,15 +73,12 @@ def setup(args, rank, folder):
     if device.type == "cuda":
         # [03] otherwise every process also takes memory on GPU 0
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        # [04] the processes meet in a new file: there is no port that can be taken
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=args.nproc,
-        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
-        device_id=device if device.type == "cuda" else None,
-    )
+    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+            device_id=device if device.type == "cuda" else None,
+        )
     return device
 
 
@@ -203,6 +191,8 @@ def run(args):
     torch.manual_seed(args.seed)
     model = make_model(args, train_loader.dataset)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
+    # [03] otherwise all ranks draw the same numbers, for dropout for instance
+    torch.manual_seed(args.seed + dist.get_rank())
     if args.sync_bn:  # [03] before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
@@ -236,28 +226,7 @@ def run(args):
 
 def main():
     args = parse_args()
-    # [04] otherwise SIGTERM ends this process without the cleanup below
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # [04] otherwise every process starts one thread per core
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
-    with TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (args, folder), args.nproc, join=False)
-        try:
-            while not context.join():  # [04] raises what a process raised
-                pass
-        except mp.ProcessExitedException as error:
-            # [04] exit code 2: a flag is wrong, and that process has said which
-            sys.exit(2 if error.exit_code == 2 else str(error))
-        except mp.ProcessRaisedException as error:
-            sys.exit(str(error))
-        finally:
-            for process in context.processes:
-                process.kill()  # [04] otherwise Python waits at exit until they end
-
-
-def worker(rank, args, folder):
-    """Entry point of a spawned process."""
-    args.device = setup(args, rank, folder)
+    args.device = setup(args)
     exit_code = run(args)
     # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
     gc.collect()

@@ -54,9 +54,6 @@ from common.model import generate
 def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
     parser = TextArgumentParser(__doc__)
-    parser.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
-    )
     # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
         "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
@@ -104,9 +101,6 @@ def parse_args():
     # [11] AdamW's steps have about the size of the learning rate, whatever the gradient
     parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
     args = parser.parse_args()
-    # [03] otherwise DDP raises a ValueError that does not name the flag
-    if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
     if args.amp != "off" and args.dtype != torch.float32:
         parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
@@ -321,9 +315,6 @@ def gather_logits(args, shard, outputs):
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
-    # [07] otherwise each rank evaluates with its own BatchNorm running statistics
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
     outputs = []
@@ -374,8 +365,8 @@ def run(args):
     # [11] the tokens are bytes, so there are 256
     model = GPT(256, args.context_length, args.width, args.depth, args.heads)
     model.to(args.dtype)  # [12] in CPU memory; fully_shard moves a block at a time
-    if args.sync_bn:  # [03] before the model is wrapped
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # [03] otherwise all ranks draw the same numbers, for dropout for instance
+    torch.manual_seed(args.seed + dist.get_rank())
     if args.evaluate:
         checkpoint.load_weights(model, args.evaluate)
     shard_model(args, model)  # [12] before the optimizer, which must update the shards

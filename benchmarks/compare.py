@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,18 +18,19 @@ import torch
 import torchvision
 
 from benchmarks.instrument import LAST
+from benchmarks.instrument import variables
 from benchmarks.report import draw
 from benchmarks.report import show
+from common import data
 from common.args import ArgumentParser
 from common.args import existing_file
 from common.args import fail
 from common.args import positive_int
 from common.args import writable_file
-from tools.stages import ROOT
+from tools import harness
 from tools.stages import command
-from tools.stages import stages
-from tools.stages import takes_processes
-from tools.stages import trains_on_text
+from tools.stages import features
+from tools.stages import with_feature
 
 # The flags that define the work; every script gets them.
 WORK = (
@@ -98,7 +98,7 @@ def parse_args():
     )
     add("--show", type=existing_file, help="print the results in this file and exit")
     args = parser.parse_args()
-    known = [stage for stage in stages() if not trains_on_text(stage)]
+    known = with_feature("images")
     args.stages = args.stages or known
     for stage in args.stages:
         if stage not in known:
@@ -121,32 +121,33 @@ def parse_args():
                 f"--batch-size {size} is the global batch: it must be divisible by the"
                 f" number of processes ({processes})"
             )
-        if num_images(args, size) // size < LAST + 1:
+        images = num_images(args, size)
+        if images // size < LAST + 1:
             parser.error(
-                f"--images {args.images}: an epoch with --batch-size {size} needs at"
-                f" least {LAST + 1} steps, since some of them are counted"
+                f"--images {images}: an epoch with --batch-size {size} needs at least"
+                f" {LAST + 1} steps, since some of them are counted"
             )
     return args
 
 
 def num_images(args, batch_size):
-    """Return --images, or by default those of an epoch of ten steps."""
+    """Return the training images of an epoch: by default, of ten steps."""
+    if args.data != "fake":
+        return len(data.load_data(args)[0])
     return args.images or STEPS * batch_size
 
 
-def run(arguments, folder):
-    """Run a command from the repository's folder; return its standard error.
+def run(words, **environment):
+    """Run a command to its end, however long it takes; return what it ended with.
 
-    The number of threads is left to the command.
+    The number of threads is left to the command. If it fails, so does this program.
     """
-    with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
-        child = subprocess.run(arguments, cwd=ROOT, stdout=out, stderr=err, check=False)
-        err.seek(0)
-        text = err.read()
-    if child.returncode:
-        sys.stderr.write(text)
-        fail(f"exit code {child.returncode} of: {' '.join(arguments)}")
-    return text
+    environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
+    done = harness.run(words, code=None, seconds=10**6, **environment)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        fail(f"exit code {done.returncode} of: {' '.join(words)}")
+    return done
 
 
 def work(args, names, **others):
@@ -160,10 +161,6 @@ def work(args, names, **others):
         elif value is not False:
             words += [flag, str(value).removeprefix("torch.")]
     return words
-
-
-def has_flag(stage, flag):
-    return f'"{flag}"' in (ROOT / stage / "train.py").read_text()
 
 
 def median_and_range(values):
@@ -196,27 +193,24 @@ def between(values):
 
 def precision(args, stage):
     """Return the name of the format that a stage computes its products in."""
-    if args.amp != "off" and has_flag(stage, "--amp"):
+    if args.amp != "off" and "amp" in features(stage):
         return NAMES[args.amp]
     return "TF32" if args.tf32 and args.device.type == "cuda" else NAMES["off"]
 
 
-def train_instrumented(stage, processes, limits, flags):
+def train_instrumented(stage, processes, flags, limits, steps=None):
     """Train a stage by its own command; return what it printed, wrote and counted.
 
-    What it wrote are the metrics of all epochs but the first, which warms up.
+    limits, steps: as for `variables` of benchmarks/instrument.py. What it wrote are the
+    metrics of all epochs, of which the first warms up.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arguments = command(stage, processes)
-        place = arguments.index(str(ROOT / stage / "train.py"))
-        file = folder / "instrument.json"
-        arguments[place:place] = ["-m", "benchmarks.instrument", str(file), limits]
-        out = ["--out-dir", str(folder / "out")]
-        progress = run([*arguments, *flags, *out], folder)
-        lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+        out, file = Path(name, "out"), Path(name, "counted.json")
+        words = [*command(stage, processes), *flags, "--out-dir", str(out)]
+        done = run(words, **variables(file, limits, steps))
+        lines = (out / "metrics.jsonl").read_text().splitlines()
         counted = json.loads(file.read_text())
-    return progress, [json.loads(line) for line in lines][1:], counted
+    return done.stderr, [json.loads(line) for line in lines], counted
 
 
 def train(args, stage, processes, batch_size, limits="bare"):
@@ -225,16 +219,19 @@ def train(args, stage, processes, batch_size, limits="bare"):
     A window is an epoch. The ratios compare each with the mean of the windows of the
     limit just before and just after it.
     """
-    amp = ["amp"] if has_flag(stage, "--amp") else []
+    names = [*WORK, "amp"] if "amp" in features(stage) else WORK
     images = num_images(args, batch_size)
-    flags = work(args, [*WORK, *amp], batch_size=batch_size, images=images)
-    progress, rows, counted = train_instrumented(stage, processes, limits, flags)
-    seconds = [row["train"]["seconds"] for row in rows]
+    flags = work(args, names, batch_size=batch_size, images=images)
+    steps = images // batch_size
+    progress, rows, counted = train_instrumented(stage, processes, flags, limits, steps)
+    # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": averages; `batch` includes `data`
+    last_step = rf"^epoch \d+ {steps}/{steps} +data (\S+) ms +batch (\S+) ms"
+    waited = re.findall(last_step, progress, re.MULTILINE)
+    # The windows of the limit were taken in an epoch's last step; the first warmed up.
+    epochs = list(zip(rows, waited, counted.pop("spent"), strict=True))[1:]
+    seconds = [row["train"]["seconds"] - spent for row, _, spent in epochs]
     trained = rows[0]["train"]["count"]
     limit = {name: between(taken) for name, taken in counted.pop("limit").items()}
-    # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": `batch` includes `data`
-    last_step = r"^epoch \d+ (\d+)/\1 +data (\S+) ms +batch (\S+) ms"
-    steps = re.findall(last_step, progress, re.MULTILINE)[1:]
     row = {
         "stage": stage,
         "processes": processes,
@@ -244,8 +241,11 @@ def train(args, stage, processes, batch_size, limits="bare"):
         "limit_images_per_s": [trained / s for s in limit["bare"]],
         "of_limit": [b / s for b, s in zip(limit["bare"], seconds, strict=True)],
         "epoch_s": seconds,
-        "evaluation_s": [row["val"]["seconds"] for row in rows],
-        "loading": [float(data) / float(step) for _, data, step in steps],
+        "evaluation_s": [row["val"]["seconds"] for row, *_ in epochs],
+        "loading": [
+            float(data) / (float(batch) - 1000 * spent / steps)
+            for _, (data, batch), spent in epochs
+        ],
         "bytes": [counted.pop("bytes")],
     }
     if "ddp" in limit:
@@ -278,7 +278,7 @@ def report_progress(text):
 
 def measure(args):
     """Measure everything; return what the JSON file is to hold."""
-    several = [stage for stage in args.stages if takes_processes(stage)]
+    several = [stage for stage in args.stages if "distributed" in features(stage)]
     base = [
         (stage, args.processes if stage in several else 1, args.batch_size)
         for stage in args.stages

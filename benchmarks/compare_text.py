@@ -16,7 +16,6 @@ import torch
 from benchmarks.compare import HERE
 from benchmarks.compare import NAMES
 from benchmarks.compare import STEPS
-from benchmarks.compare import has_flag
 from benchmarks.compare import machine
 from benchmarks.compare import pooled
 from benchmarks.compare import report_progress
@@ -27,6 +26,7 @@ from benchmarks.report import compared
 from benchmarks.report import counted_table
 from benchmarks.report import rate
 from benchmarks.report import table
+from benchmarks.report import versus
 from common import data
 from common import launch
 from common.args import TextArgumentParser
@@ -34,8 +34,8 @@ from common.args import existing_file
 from common.args import positive_int
 from common.args import writable_file
 from common.model import GPT
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tools.stages import features
+from tools.stages import with_feature
 
 # The flags that define the work; every script gets them.
 WORK = (
@@ -52,7 +52,7 @@ WORK = (
     "tf32",
     "amp",
 )
-KEEP = "--keep-unsharded"  # each stage that has this flag runs without it and with it
+KEEP = "--keep-unsharded"  # the stages with shards run without it and with it
 
 
 def parse_args():
@@ -63,7 +63,7 @@ def parse_args():
     parser.set_defaults(width=512, depth=4, heads=8, context_length=16)
     parser.set_defaults(batch_size=8, epochs=4, workers=0)
     add = parser.add_argument
-    known = [stage for stage in stages() if trains_on_text(stage)]
+    known = with_feature("text")
     add("stages", nargs="*", metavar="STAGE", help="(default: all that take text)")
     add("--amp", choices=tuple(NAMES), default="off", help="mixed precision")
     add(
@@ -119,12 +119,12 @@ def text_of_ten_steps(args):
 def train(args, stage, own, processes):
     """Train a stage with flags of its own; return what was measured and was counted."""
     flags = [*work(args, WORK), "--sample", "0", *own]
-    _, epochs, counted = train_instrumented(stage, processes, "memory", flags)
-    trained = [(row["train"]["count"], row["train"]["seconds"]) for row in epochs]
+    _, epochs, counted = train_instrumented(stage, processes, flags, "memory")
+    measured = [row["train"] for row in epochs[1:]]  # the first warms up
     row = {
         "stage": " ".join([stage, *own]),
         "processes": processes,
-        "tokens_per_s": [count / seconds for count, seconds in trained],
+        "tokens_per_s": [one["count"] / one["seconds"] for one in measured],
         "bytes": [counted["gpu_bytes"] or counted["bytes_of_steps"]],
     }
     return row, counted
@@ -133,7 +133,7 @@ def train(args, stage, own, processes):
 def measure(args):
     """Measure everything; return what the JSON file is to hold."""
     variants = [(stage, []) for stage in args.stages]
-    variants += [(stage, [KEEP]) for stage in args.stages if has_flag(stage, KEEP)]
+    variants += [(s, [KEEP]) for s in args.stages if "shards" in features(s)]
     runs = [(n, *variant) for n in args.processes for variant in sorted(variants)]
     rows, counted = [], {}
     # One after the other in every round, since a machine's speed can drift.
@@ -160,7 +160,7 @@ def stages_table(result):
     """Return the lines of the table of speed and memory."""
     first = {}  # of each number of processes
     titles = ["stage", "processes", "tokens/s", "least-most"]
-    titles += [f"vs {result['stages'][0]['stage'][:2]}", "MiB", "least-most"]
+    titles += [versus(result["stages"][0]), "MiB", "least-most"]
     rows = []
     for row in result["stages"]:
         base = first.setdefault(row["processes"], row)

@@ -2,6 +2,9 @@
 
 import matplotlib.pyplot as plt
 
+from tools.stages import first_with
+from tools.stages import registry
+
 
 def table(titles, rows):
     """Return rows of texts as lines; all columns but the first are right-aligned."""
@@ -37,6 +40,12 @@ def compared(values, others):
     return f"{values['median'] / others['median']:.2f}"
 
 
+def versus(row):
+    """Return the title of a column that compares with a row's stage, as "vs 01"."""
+    stage, *_ = row["stage"].split()  # flags may follow
+    return f"vs {registry()[stage].number}"
+
+
 def communication(row):
     """Return the part of a DDP step's time that is communication, as text."""
     if "communication" not in row:
@@ -52,7 +61,7 @@ def stages_table(result):
     device = result["work"]["device"]
     gpus = any(counted["gpu_bytes"] for counted in result["counted"].values())
     titles = ["stage", "processes", "device", "precision", "images/s", "least-most"]
-    titles += ["of limit", "vs 01", "loading", "evaluation s"]
+    titles += ["of limit", versus(first), "loading", "evaluation s"]
     titles += ["GPU MiB" if gpus else "MiB"]
     rows = []
     for row in result["stages"]:
@@ -95,16 +104,19 @@ def counted_table(result):
 
 
 def evaluation_line(result):
-    """Compare the evaluation of stages 06 and 07, if both were measured."""
-    seconds = {
-        row["stage"][:2]: row["evaluation_s"]["median"] for row in result["stages"]
-    }
-    if not {"06", "07"} <= seconds.keys():
+    """Compare the first stage with a sharded evaluation with the one that it changes.
+
+    Returns a list of one line, or of none if they were not both measured.
+    """
+    after = registry()[first_with("exact_eval")]
+    before = registry()[after.builds_on]
+    seconds = {row["stage"]: row["evaluation_s"]["median"] for row in result["stages"]}
+    if not {before.name, after.name} <= seconds.keys():
         return []
-    faster = seconds["06"] / seconds["07"]
+    faster = seconds[before.name] / seconds[after.name]
     return [
-        f"The evaluation of stage 07 is {faster:.2f} times as fast as that of"
-        " stage 06.",
+        f"The evaluation of stage {after.number} is {faster:.2f} times as fast as that"
+        f" of stage {before.number}.",
     ]
 
 
@@ -154,7 +166,7 @@ def draw(result, path):
     middle = [row["images_per_s"]["median"] for row in rows]
     low = [row["images_per_s"]["median"] - row["images_per_s"]["least"] for row in rows]
     high = [row["images_per_s"]["most"] - row["images_per_s"]["median"] for row in rows]
-    names = [f"{row['stage'][:2]} {row['stage'][3:].replace('_', ' ')}" for row in rows]
+    names = [row["stage"].replace("_", " ") for row in rows]
     axis.barh(
         names, middle, xerr=[low, high], color="tab:blue", ecolor="0.3", capsize=3
     )

@@ -9,8 +9,9 @@ import torch
 from common import checkpoint
 from common.args import fail
 
-# A run may resume with other values of these flags; all others must be the same. Two of
-# them can change the weights: --device and --grad-accum-steps do by rounding, and the
+# A run may resume with other values of these flags; all others must be the same, except
+# one that the checkpoint or the run does not have: a script may gain a flag. Two of
+# these can change the weights: --device and --grad-accum-steps do by rounding, and the
 # latter, like the number of processes, by more in one with batch norm or dropout.
 HARMLESS_FLAGS = {
     "activation_checkpointing",
@@ -124,8 +125,8 @@ class Checkpointer:
         """Return the state in a checkpoint, its tensors on the CPU; None for None.
 
         A checkpoint that is corrupt, that another process cannot see, or that was
-        written with other flags ends the program with one line; so does a directory of
-        sharded checkpoints, from which a run would silently start again.
+        written with another value of a flag ends the program with one line; so does a
+        directory of sharded checkpoints, from which a run would silently start again.
         """
         if path is None:
             if self.folder and any(self.folder.glob(SHARDED)):
@@ -140,8 +141,9 @@ class Checkpointer:
             state = self.read(path)
         except ValueError as error:
             fail(f"--checkpoint-dir: no checkpoint can be read, not even {error}")
-        for flag in sorted(self.flags.keys() | state["flags"].keys()):
-            saved, ours = state["flags"].get(flag), self.flags.get(flag)
+        # not those that only one of them has: the script has gained or lost them
+        for flag in sorted(self.flags.keys() & state["flags"].keys()):
+            saved, ours = state["flags"][flag], self.flags[flag]
             if saved != ours:
                 fail(
                     f"--checkpoint-dir: {path} was written with {flag} {saved}, not"

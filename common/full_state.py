@@ -6,6 +6,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from common.args import fail
+
 # Whole tensors, in the CPU memory of rank 0; the other ranks get an empty dict.
 OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -43,7 +45,17 @@ class FullOptimizer:
         return get_optimizer_state_dict(self.model, self.optimizer, options=OPTIONS)
 
     def load_state_dict(self, state):
-        """Load a state, of which every rank passes all and keeps its shards."""
+        """Load a state, of which every rank passes all and keeps its shards.
+
+        Ends with one line and exit code 2 if it names parameters as a plain optimizer
+        does, by numbers.
+        """
+        names = {name for group in state["param_groups"] for name in group["params"]}
+        if names != dict(self.model.named_parameters()).keys():
+            fail(
+                "--checkpoint-dir: these checkpoints are of a model that was not"
+                " sharded; name another directory"
+            )
         set_optimizer_state_dict(self.model, self.optimizer, state, options=OPTIONS)
         if not state["state"]:  # all steps were skipped, and torch has counted one
             self.optimizer.state.clear()

@@ -82,9 +82,20 @@ def get_device(args, local_rank):
     return torch.device("cuda", local_rank)
 
 
+def has_master_address():
+    """Return whether MASTER_ADDR is set, and MASTER_PORT is the number of a port."""
+    port = os.environ.get("MASTER_PORT", "")
+    is_port = port.isdecimal() and int(port) < 2**16
+    return is_port and bool(os.environ.get("MASTER_ADDR"))
+
+
 @contextlib.contextmanager
 def hint(message):
-    """If the block cannot connect, fail with one line: `message`, then torch's own."""
+    """If the block cannot connect, fail with one line: `message`, then torch's own.
+
+    torch raises ValueError if MASTER_ADDR or MASTER_PORT is missing or wrong, and for
+    other reasons, too: if the two are right, a ValueError is passed on.
+    """
     try:
         yield
     except (
@@ -92,6 +103,8 @@ def hint(message):
         torch.distributed.DistNetworkError,
         torch.distributed.DistStoreError,
     ) as error:
+        if isinstance(error, ValueError) and has_master_address():
+            raise
         fail(f"{message}: {' '.join(str(error).split())}")
 
 

@@ -226,6 +226,14 @@ class ShardedCheckpointer(Checkpointer):
             )
         return super().load(path)
 
+    def save(self, step, sums, write=True):  # noqa: ARG002 (those of Checkpointer.save)
+        """Raise TypeError: a Checkpointer's file would lack the model's weights."""
+        raise TypeError(
+            "torch writes sharded checkpoints; instead of save(), call"
+            " dcp.save(ckpt.state, storage_writer=writer) or dcp.async_save in a block"
+            " of `with ckpt.saving(step, sums) as writer:`"
+        )
+
     @contextlib.contextmanager
     def saving(self, step, sums):
         """Yield the storage_writer for a checkpoint after `step`; report a failure.

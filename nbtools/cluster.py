@@ -4,12 +4,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
 from nbtools import lesson
+from tools import harness
 
 SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
 NO_CLUSTER = "(no cluster here: not run)"
@@ -53,9 +53,8 @@ def start():
 
 
 def script(what):
-    return subprocess.run(
-        ["bash", SCRIPT, what], capture_output=True, text=True, check=False
-    )
+    """Call local_slurm.sh; return what it ended with, whatever that is."""
+    return harness.run(["bash", SCRIPT, what], code=None)
 
 
 def run(command, sort=False, errors=None, quiet=False, **options):
@@ -85,22 +84,17 @@ def submit(command):
 
 def state(job):
     """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
-    words = ["scontrol", "show", "job", str(job)]
-    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    shown = harness.run(["scontrol", "show", "job", job]).stdout
     return shown.partition("JobState=")[2].split()[0]
 
 
-def wait(until, seconds=120):
+def wait(until, seconds=harness.LIMIT):
     """Wait until a function returns something true, and return that.
 
-    Without a cluster, return None at once. Raises TimeoutError after `seconds`.
+    Without a cluster, return None at once. Raises AssertionError after `seconds`.
     """
-    end = time.monotonic() + seconds
-    while running and not (found := until()):
-        if time.monotonic() > end:
-            raise TimeoutError("see squeue, and the logs of the jobs")
-        time.sleep(0.2)
-    return found if running else None
+    hint = "see squeue, and the logs of the jobs"
+    return harness.wait_until(until, seconds, hint, every=0.2) if running else None
 
 
 def log(job):

@@ -4,84 +4,74 @@ import difflib
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
-import threading
-from contextlib import suppress
+import time
 from pathlib import Path
 
-import psutil
-
-from common.checkpoint import load
 from nbtools.sections import ROOT
 from nbtools.sections import sections
+from tools import harness
+from tools.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
 # A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
 _scratch = tempfile.TemporaryDirectory()
 work = Path(_scratch.name)
 
-PROGRAMS = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-}
-# What the tests start in their place, unless the command is to fail (tests/by_fork.py)
-STARTER = shlex.split(os.environ.get("LESSON_STARTER", ""))
+# Set where notebooks are tested: then a command is run without its launcher if it can
+# be (see tools/harness.py), which takes a fraction of the time.
+FORKS = "LESSON_FORKS" in os.environ
 
 
-def run(command, fails=False, quiet=False, seconds=300):
+def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
     """Show a command as one types it, run it, and print what it prints.
 
     command: such as "torchrun --standalone 03_ddp_launch/train.py --out-dir $WORK/03".
     It runs in the repository's folder, without a shell; NAME=value in front sets a
     variable, and a line may end with a backslash. OMP_NUM_THREADS is 1. Standard error,
     where the progress goes, is not printed; with `quiet`, neither is standard output.
-    Returns the subprocess.CompletedProcess, with both outputs as text and without the
-    names of the two folders.
+    Returns a harness.Done: the exit code, and both outputs as text without the names of
+    the two folders.
 
-    Raises CalledProcessError if the child fails, or with `fails=True` if it does not.
-    It is killed after `seconds`. Whatever ends this call also ends the child and the
-    processes that it started.
+    Raises harness.CommandError, with what it printed to standard error, if the child
+    fails, or with `fails=True` if it does not, and if it has not ended after `seconds`.
+    Whatever ends this call also ends the child and the processes that it started.
     """
     print(f"$ {command}", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = shlex.split(command.replace("\\\n", " "))
     words = [word.replace("$WORK", str(work)) for word in words]
-    while "=" in words[0]:
-        name, _, environment[name] = words.pop(0).partition("=")
-    program = PROGRAMS.get(words[0], words[:1])
-    if words[0] in PROGRAMS and STARTER and not fails:
-        program = [*STARTER, words[0]]
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            [*program, *words[1:]],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
-        alarm = threading.Timer(seconds, kill_process_tree, [child])
-        alarm.start()
-        lines = []
-        try:
-            for line in child.stdout:
-                lines.append(without_folders(line))
-                if not quiet:
-                    print(lines[-1], end="", flush=True)
-            child.wait()
-        finally:
-            alarm.cancel()
-            kill_process_tree(child)
-        errors.seek(0)
-        output, progress = "".join(lines), without_folders(errors.read())
-    if bool(child.returncode) != fails:
-        # the cause, because that is shown where a notebook's output is not
-        raise subprocess.CalledProcessError(
-            child.returncode, command, output, progress
-        ) from RuntimeError(progress)
-    return subprocess.CompletedProcess(command, child.returncode, output, progress)
+    lines = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        harness.start(words, folder, forks=FORKS and not fails, together=True) as job,
+    ):
+        for line in lines_of(job, seconds):
+            lines.append(without_folders(line))
+            if not quiet:
+                print(lines[-1], end="", flush=True)
+        done = job.wait(0)
+    done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
+    hung = done.returncode == "hung"
+    if hung or bool(done.returncode) != fails:
+        ended = f"after {seconds} s" if hung else f"exit code {done.returncode}"
+        raise harness.CommandError(f"{ended}: {command}\n{done.stderr}")
+    return done
+
+
+def lines_of(job, seconds):
+    """Yield the lines that a job prints to standard output, each as it comes.
+
+    This ends when the job does, or after so many seconds.
+    """
+    end = time.monotonic() + seconds
+    rest, running = "", True
+    with (job.folder / "stdout").open() as file:
+        while running:
+            running = job.running() and time.monotonic() < end  # before the last look
+            *lines, rest = (rest + file.read()).split("\n")
+            yield from (f"{line}\n" for line in lines)
+            time.sleep(0.02)
+    if rest:
+        yield rest
 
 
 def without_folders(text):
@@ -108,16 +98,6 @@ def grep(pattern, text):
 def show_file(name):
     """Print a file, named by its path from the repository's folder."""
     print((ROOT / name).read_text(), end="")
-
-
-def kill_process_tree(child):
-    """Kill a child that `launch` started, and all its descendants."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(child.pid)
-        for member in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-    child.wait()
 
 
 def show(stage, section):
@@ -149,16 +129,6 @@ def show_diff(before, after, section, hunk=None):
     for line in lines:
         color = colors.get(line[0])
         print(f"\x1b[{color}m{line}\x1b[0m" if color else line)
-
-
-def max_abs_diff(one, other):
-    """Return the largest absolute difference between the weights in two files."""
-    one, other = load(one), load(other)
-    if one.keys() != other.keys():
-        raise ValueError(f"different names: {sorted(one.keys() ^ other.keys())}")
-    return max(
-        (one[name].double() - other[name].double()).abs().max().item() for name in one
-    )
 
 
 def check(exercise):

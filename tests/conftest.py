@@ -1,5 +1,6 @@
 """The options --device and --all, and the fixtures that several files use."""
 
+import collections
 import os
 import re
 from types import SimpleNamespace
@@ -15,16 +16,17 @@ import torch
 from torch import distributed as dist
 from xdist.scheduler import LoadFileScheduling
 
-from tests.harness import ROOT
-from tests.harness import counts
-from tests.harness import train
+from tests.training import counts
+from tests.training import train
+from tools.stages import ROOT
 
 NUM_SWEPT = pytest.StashKey()
+RUNS_NOTEBOOK = re.compile(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]")
 
 
-def swept_unless(default, *values):
-    """Return a case of a parametrized test; unless `default`, only --all runs it."""
-    return pytest.param(*values, marks=() if default else pytest.mark.sweep)
+def only_in_sweep(*values, unless=False):
+    """Return a case of a parametrized test that only --all runs, or every run."""
+    return pytest.param(*values, marks=() if unless else pytest.mark.sweep)
 
 
 def pytest_addoption(parser):
@@ -43,12 +45,33 @@ def pytest_configure(config):
     ):
         config.addinivalue_line("markers", line)
     config.stash[NUM_SWEPT] = 0
+    config.option.loadscopereorder = False  # the order below is better
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
 
 
+def uses_slurm(item):
+    """Return whether a test starts a Slurm cluster, and so often waits."""
+    if notebook := RUNS_NOTEBOOK.search(item.nodeid):
+        return "cluster.start(" in (ROOT / notebook[2]).read_text()
+    return item.path.name == "test_slurm.py"
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests marked `sweep`, unless --all is given."""
+    """Put the tests in order, and leave out those marked `sweep` unless --all is given.
+
+    Files and notebooks that take long come first, so that no worker is left alone with
+    one of them: what uses Slurm, then what is marked `slow`, then files by their tests.
+    """
+    sizes = collections.Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def place(item):
+        is_slow = item.path in slow and item.path.name != "test_notebooks.py"
+        is_slow |= RUNS_NOTEBOOK.search(item.nodeid) is not None
+        return not uses_slurm(item), not is_slow, -sizes[item.path], item.path
+
+    items.sort(key=place)
     swept = [item for item in items if item.get_closest_marker("sweep")]
     if swept and not config.getoption("--all"):
         items[:] = [item for item in items if item not in swept]
@@ -64,11 +87,11 @@ class Scheduling(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid):
-        notebook = re.search(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]", nodeid)
+        notebook = RUNS_NOTEBOOK.search(nodeid)
         if notebook is None:
             return super()._split_scope(nodeid)
-        uses_slurm = "cluster.start(" in (ROOT / notebook[2]).read_text()
-        if uses_slurm and notebook[1] != "without_a_cluster":
+        in_cluster = "cluster.start(" in (ROOT / notebook[2]).read_text()
+        if in_cluster and notebook[1] != "without_a_cluster":
             return "notebooks with Slurm"
         return nodeid
 

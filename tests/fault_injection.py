@@ -1,157 +1,207 @@
 """What a forked process does to itself before it runs a script: a `prepare` of
-tests/harness.py.
+tools/harness.py.
 
-These functions are in a file of their own because every fork imports it, and a file of
-tests would take seconds. Where torch has a public hook, the fault comes through it.
+Faults come in through hooks that torch and Python offer to everybody: an optimizer
+step, a forward pass, or an audit event, such as that a file is opened, renamed or
+removed. Where there is no such hook, a function of torch or of Python is replaced.
 """
 
+import fnmatch
 import itertools
 import multiprocessing
 import os
+import re
 import resource
-import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import torch
 from torch import distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 from torchvision import datasets
 
-from common import data
+from tools import harness
+
+RANKS = ("0", "1", "2", "3")
+
+harness.preloaded += ["tests.fault_injection"]
 
 
-def signalled(step, *names, ranks=("0", "1", "2", "3")):
-    """Have these ranks send signals to themselves and their children in step `step`.
+# ---- moments -------------------------------------------------------------------------
+def at_step(number, register, act):
+    """Have `act(optimizer)` called in the n-th optimizer step of this run.
 
-    It is the step that the script counts, also in a run that was resumed, where some
-    steps may have been skipped. No hook of torch knows that number, but the scripts
-    derive a seed from it once per step, before the forward pass.
-    """
-    derive_seed = data.derive_seed
-
-    def watched(*key):
-        if key[1] == step and os.environ["RANK"] in ranks:
-            for name in names:
-                number = getattr(signal, name)
-                for child in psutil.Process().children():
-                    child.send_signal(number)
-                os.kill(os.getpid(), number)
-        return derive_seed(*key)
-
-    data.derive_seed = watched
-
-
-def killed_at(call, name):
-    """Have the process kill itself just before a function's n-th call."""
-    owners = {"fsync": os, "replace": Path, "unlink": Path, "rename": Path}
-    owner = {**owners, "rmtree": shutil}[name]
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def counted(*args, **options):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **options)
-
-    setattr(owner, name, counted)
-
-
-def no_large_files(most):
-    """Limit the size of a file, as a full disk would."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-
-def slow_to_write(seconds):
-    """Have every file take so long to be written, as a large one does."""
-    fsync = os.fsync
-
-    def slow(descriptor):
-        time.sleep(seconds)
-        fsync(descriptor)
-
-    os.fsync = slow
-
-
-def signalled_and_slow_to_write(step, seconds):
-    """Have all ranks get SIGTERM in the middle of a step, and write slowly."""
-    signalled(step, "SIGTERM")
-    slow_to_write(seconds)
-
-
-def no_step(start_method=None):
-    """Have every optimizer step fail; start the loaders' workers by this method."""
-
-    def fail(*_):
-        raise RuntimeError("an optimizer step")
-
-    register_optimizer_step_pre_hook(fail)
-    multiprocessing.set_start_method(start_method, force=True)
-
-
-def at_forward_pass(number, rank, register, change):
-    """Register a hook that acts in a rank's n-th forward pass of training.
-
-    It is one of DDP's wrapper, or of a whole model that FSDP2 has sharded.
+    register: one of torch's, for before or after the update. A resumed run counts from
+    1 again; a step that is skipped because a gradient is not finite does not count.
     """
     count = itertools.count(1)
 
-    def hook(module, *values):
-        outermost = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        outermost |= type(module).__name__ == "FSDPGPT"
-        if outermost and module.training and next(count) == number:
-            return change(*values) if dist.get_rank() == rank else None
-        return None
+    def hook(optimizer, *_):
+        # torch takes one with learning rate 0 to make the optimizer's state
+        if optimizer.param_groups[0]["lr"] and next(count) == number:
+            act(optimizer)
 
     register(hook)
 
 
-def nan_logits(step, rank=1):
-    """Have a rank's logits be nan in a step of this run, and so its loss."""
-    register = torch.nn.modules.module.register_module_forward_hook
-    at_forward_pass(step, rank, register, lambda _, output: output * torch.nan)
+def at_file_event(event, pattern, call, act):
+    """Have `act()` called just before the n-th event of files with such a path.
 
-
-def infinite_gradient(step, rank=1):
-    """Have a rank's gradient be infinite in a step of this run; its loss is finite."""
-    register = torch.nn.modules.module.register_module_forward_hook
-
-    def change(_, output):
-        output.register_hook(lambda gradient: gradient + torch.inf)
-
-    at_forward_pass(step, rank, register, change)
-
-
-def weights_kept(step, folder):
-    """Have every rank save its weights, folder/RANK.pt, after an optimizer step."""
+    event: one of Python's audit events: "open", "os.remove", "shutil.rmtree", or
+    "os.rename", for which it is the new path that counts.
+    """
     count = itertools.count(1)
 
-    def save(optimizer, *_):
-        # torch takes one with learning rate 0 to make the optimizer's state
-        if optimizer.param_groups[0]["lr"] and next(count) == step:
-            groups = [group["params"] for group in optimizer.param_groups]
-            weights = [each.detach() for group in groups for each in group]
-            # FSDP2's are shards, and the other ranks are here, too.
-            weights = [
-                each.full_tensor() if hasattr(each, "full_tensor") else each
-                for each in weights
-            ]
-            torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
+    def hook(name, arguments):
+        if name == event:
+            path = str(arguments[name == "os.rename"])
+            if fnmatch.fnmatch(path, pattern) and next(count) == call:
+                act()
 
-    register_optimizer_step_post_hook(save)
+    sys.addaudithook(hook)
 
 
-def without_ddp():
-    """Have the script train the bare model, as if the wrapper had been forgotten."""
-    torch.nn.parallel.DistributedDataParallel = lambda model: model
+def at_forward_pass(number, rank, change):
+    """Have `change(output)` called in a rank's n-th forward pass of training.
+
+    What it returns replaces the model's output, unless it is None.
+    """
+    count, outermost = itertools.count(1), []
+
+    def note(module, _):
+        if module.training and not outermost:
+            outermost.append(module)  # the first to be called: it calls the others
+
+    def hook(module, _, output):
+        if [module] == outermost and module.training and next(count) == number:
+            return change(output) if dist.get_rank() == rank else None
+        return None
+
+    register_module_forward_pre_hook(note)
+    register_module_forward_hook(hook)
 
 
-def without_set_epoch():
-    """Have the sampler ignore the number of the epoch."""
-    DistributedSampler.set_epoch = lambda *_: None
+# ---- signals -------------------------------------------------------------------------
+def send(*names):
+    """Send signals to this process."""
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+def signalled(step, *names, ranks=RANKS):
+    """Have these ranks, and their children, get signals in a step of this run.
+
+    That is after its backward pass, for which every rank has been there.
+    """
+
+    def send_to_all(_):
+        for name in names:
+            for child in psutil.Process().children():
+                child.send_signal(getattr(signal, name))
+            send(name)
+
+    if os.environ["RANK"] in ranks:
+        at_step(step, register_optimizer_step_pre_hook, send_to_all)
+
+
+def signalled_at_file(event, pattern, name="SIGKILL", call=1, ranks=RANKS):
+    """Have these ranks get a signal just before an event: see `at_file_event`."""
+    if os.environ["RANK"] in ranks:
+        at_file_event(event, pattern, call, lambda: send(name))
+
+
+def signalled_while_evaluating(step, name, ranks=RANKS):
+    """Have these ranks get a signal in the evaluation after a step of this run."""
+    trained = []
+
+    def hook(*_):
+        if trained and not torch.is_grad_enabled():
+            trained.clear()
+            send(name)
+
+    if os.environ["RANK"] in ranks:
+        at_step(step, register_optimizer_step_post_hook, trained.append)
+        register_module_forward_pre_hook(hook)
+
+
+def signalled_before_handler(call, name):
+    """Have the process get a signal just before it changes its handler another time.
+
+    Every script that catches signals sets a handler for SIGTERM first.
+    """
+    original, count = signal.signal, itertools.count(1)
+
+    def set_handler(number, handler):
+        if number == signal.SIGTERM and next(count) == call:
+            send(name)
+        return original(number, handler)
+
+    signal.signal = set_handler
+
+
+def signalled_from_outside(step, name):
+    """Have another process send a signal to this one and its children in a step.
+
+    So does Slurm, to every process of a job. The children are the loaders' workers,
+    which can see who sent it.
+    """
+
+    def is_pending(process):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        pending = int(re.search(r"^ShdPnd:\s*(\w+)$", status, re.M)[1], 16)
+        return pending >> getattr(signal, name) - 1 & 1
+
+    def send_to_all(_):
+        children = psutil.Process().children()
+        for process in (*children, psutil.Process()):
+            words = f"kill -{name.removeprefix('SIG')} {process.pid}"
+            subprocess.run(["sh", "-c", words], check=True)
+        harness.wait_until(
+            lambda: not any(map(is_pending, harness.alive(children))), harness.LIMIT
+        )
+
+    at_step(step, register_optimizer_step_pre_hook, send_to_all)
+
+
+# ---- files ---------------------------------------------------------------------------
+def no_large_files(most, ranks=RANKS):
+    """Limit the size of a file for these ranks, as a full disk would."""
+    if os.environ["RANK"] in ranks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def slow_to_write(seconds):
+    """Have every file take so long to be complete and get its name."""
+
+    def hook(name, _):
+        if name == "os.rename":
+            time.sleep(seconds)
+
+    sys.addaudithook(hook)
+
+
+def hide_checkpoints(*ranks):
+    """Have these ranks not see the checkpoints, as without a shared disk."""
+    exists, glob = Path.exists, Path.glob
+
+    def is_hidden(path):
+        return path.name.startswith("step-")
+
+    def remaining(path, pattern):
+        return (each for each in glob(path, pattern) if not is_hidden(each))
+
+    if os.environ["RANK"] in ranks:
+        Path.exists = lambda path: not is_hidden(path) and exists(path)
+        Path.glob = remaining
 
 
 def not_writable():
@@ -164,3 +214,77 @@ def use_mirror(url):
     kind = datasets.FashionMNIST
     kind.mirrors = [url]
     kind.resources = [(name, None) for name, _ in kind.resources]
+
+
+# ---- training ------------------------------------------------------------------------
+def no_step(start_method=None, after=None):
+    """Have every optimizer step fail; start the loaders' workers by this method.
+
+    after: a file for which the step waits before it fails.
+    """
+
+    def fail(*_):
+        if after:
+            print("an optimizer step", flush=True)
+            harness.wait_until(after.exists, harness.LIMIT)
+        raise RuntimeError("an optimizer step")
+
+    register_optimizer_step_pre_hook(fail)
+    multiprocessing.set_start_method(start_method, force=True)
+
+
+def nan_logits(step, rank=1):
+    """Have a rank's logits be nan in a step of this run, and so its loss."""
+    at_forward_pass(step, rank, lambda output: output * torch.nan)
+
+
+def infinite_gradient(step, rank=1):
+    """Have a rank's gradient be infinite in a step of this run; its loss is finite."""
+
+    def change(output):
+        output.register_hook(lambda gradient: gradient + torch.inf)
+
+    at_forward_pass(step, rank, change)
+
+
+def weights_kept(step, folder):
+    """Have every rank save its weights, folder/RANK.pt, after an optimizer step."""
+
+    def save(optimizer):
+        groups = [group["params"] for group in optimizer.param_groups]
+        weights = [each.detach() for group in groups for each in group]
+        # FSDP2's are shards, and the other ranks are here, too.
+        weights = [
+            each.full_tensor() if hasattr(each, "full_tensor") else each
+            for each in weights
+        ]
+        torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
+
+    at_step(step, register_optimizer_step_post_hook, save)
+
+
+def devices_of_weights_printed():
+    """Have the process print on which device the first weight of a model is made."""
+    seen = []
+
+    def hook(module, name, weight):  # noqa: ARG001 (torch passes them)
+        if not seen:
+            print("weights on", weight.device.type)
+        seen.append(weight)
+
+    register_module_parameter_registration_hook(hook)
+
+
+def a_minute_per_look_at_the_clock():
+    """Have time.monotonic advance by a minute each time it is called."""
+    time.monotonic = itertools.count(0, 60).__next__
+
+
+def without_ddp():
+    """Have the script train the bare model, as if the wrapper had been forgotten."""
+    torch.nn.parallel.DistributedDataParallel = lambda model: model
+
+
+def without_set_epoch():
+    """Have the sampler ignore the number of the epoch."""
+    DistributedSampler.set_epoch = lambda *_: None

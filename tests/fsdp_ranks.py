@@ -5,39 +5,27 @@ These functions are in a file of their own because every fork imports it.
 
 import gc
 import types
+from unittest import mock
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.full_state import FullModel
 from common.model import GPT
 from common.model import decay_groups
-from tests.harness import FakeLoader
-from tests.harness import load_stage
-from tests.harness import make_checkpointer
-from tests.harness import plain
+from tests.training import FakeLoader
+from tests.training import load_stage
+from tests.training import plain
+from tests.training import stage_args
+from tests.training import train_first_epoch
+from tools.counting import Collectives
 
 WINDOWS, CONTEXT = 12, 8  # of a global batch
-
-
-class Collectives(TorchDispatchMode):
-    """Notes the all-gathers and reduce-scatters: name, dtype, bytes of the whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = str(operation)
-        if name == "c10d._allgather_base_.default":
-            self.seen.append(("all_gather", args[0].dtype, args[0].nbytes))
-        elif name == "c10d._reduce_scatter_base_.default":
-            self.seen.append(("reduce_scatter", args[1].dtype, args[1].nbytes))
-        return operation(*args, **(kwargs or {}))
+FLAGS = ("--batch-size", WINDOWS, "--context-length", CONTEXT)
+FLAGS += ("--width", 20, "--depth", 4, "--heads", 2)
 
 
 class SavedTensors(saved_tensors_hooks):
@@ -78,29 +66,19 @@ def whole_batch(step):
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
-    """Take steps by the stage's own functions; return what was seen of them.
+def take_steps(rank, processes, stage, *flags, **switches):
+    """Take two steps by the stage's own functions; return what was seen of them.
 
-    collectives: those of the last step; norms: of the gradient, one per step; weights:
-    the whole ones; params, grads, states, memory: bytes of this process after the last.
+    collectives: those of the second step, as of tools/counting.py; saved: the bytes
+    that it kept for its backward pass; norms: of the gradient, one per step; weights:
+    the whole ones; params, grads, states, memory: bytes of this process afterwards.
     """
-    defaults = {"width": 20, "depth": 4, "heads": 2, "amp": "off"}
-    defaults |= {"keep_unsharded": False, "grad_accum_steps": 1}
-    defaults |= {"activation_checkpointing": False}
-    args = types.SimpleNamespace(
-        device=torch.device("cpu"),
-        dtype=dtype,
-        seed=0,
-        clip_grad=1.0,
-        checkpoint_dir=None,
-        checkpoint_every=100,
-        keep_checkpoints=2,
-        **{**defaults, **flags},
-    )
     module, seen = load_stage(stage), types.SimpleNamespace(norms=[])
-    module.is_main_process = lambda: False  # it shows no progress
+    # until all modules pass flags
+    flags += tuple(f"--{name.replace('_', '-')}" for name in switches if switches[name])
+    args = stage_args(module, *FLAGS, *flags)
     torch.manual_seed(0)
-    model = GPT(256, CONTEXT, args.width, args.depth, args.heads).to(dtype)
+    model = GPT(256, CONTEXT, args.width, args.depth, args.heads).to(args.dtype)
     module.shard_model(args, model)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), 3e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)
@@ -112,18 +90,15 @@ def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
         seen.norms.append(plain(norm).item())
         return norm
 
-    nn.utils.clip_grad_norm_ = noted
     own = slice(rank, None, processes)
-    for step in range(1, steps + 1):
+    for step in (1, 2):
         loader = FakeLoader([tuple(each[own] for each in whole_batch(step))])
-        parts = (model, optimizer, scheduler, scaler)
-        ckpt = make_checkpointer(module, args, loader, *parts)
-        saved = SavedTensors()
-        with Collectives() as collectives, saved:
-            module.train_one_epoch(args, 1, model, loader, *parts[1:], ckpt, no_signal)
-        seen.collectives = collectives.seen
-    seen.saved = saved.bytes
-    del loader, ckpt, parts
+        parts = (model, loader, optimizer, scheduler, scaler)
+        collectives, saved = Collectives(), SavedTensors()
+        with mock.patch.object(nn.utils, "clip_grad_norm_", noted), collectives, saved:
+            train_first_epoch(stage, module, args, *parts)
+    seen.collectives, seen.saved = collectives.seen, saved.bytes
+    del loader, parts
     seen.params = local_bytes(model.parameters())
     seen.grads = local_bytes(each.grad for each in model.parameters())
     states = [value for one in optimizer.state.values() for value in one.values()]
@@ -131,11 +106,6 @@ def take_steps(rank, processes, stage, dtype=torch.float64, steps=2, **flags):
     seen.memory = bytes_in_memory()
     seen.weights = FullModel(model).state_dict()
     return vars(seen)
-
-
-def no_signal():
-    """Stand for the vote of the ranks, when none of them has got a signal."""
-    return types.SimpleNamespace(wait=lambda: [torch.tensor([0, 0])])
 
 
 def in_group(function, rank, processes, folder, *arguments):

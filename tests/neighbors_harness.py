@@ -5,12 +5,41 @@ import shutil
 
 import pytest
 
-from nbtools.lesson import max_abs_diff
-from tests import harness
-from tests.harness import ROOT
+from tests.training import DOUBLE
+from tests.training import replace_once
+from tests.training import train_in_forks
+from tools import harness
+from tools.stages import ROOT
+from tools.stages import first_with
+from tools.weights import max_abs_diff
 
-FOLDER = "recipes/neighbors"
-DOUBLE = ("--dtype", "float64", "--epochs", "2", "--device", "cpu")
+STAGE = first_with("ddp")
+FLAGS = (*DOUBLE, "--device", "cpu")
+
+
+def train_stage_03(trained, *flags):
+    """Train stage 03 on two processes with DOUBLE; return its Done.
+
+    trained: the fixture.
+    """
+    return trained(STAGE, 2, *DOUBLE, *flags, how=train_in_forks)
+
+
+def assert_trains_as_stage_03(done, folder, trained, prefix=""):
+    """Assert that a run printed and trained what stage 03 does.
+
+    done: the run's Done, in lines that begin with `prefix`; folder: where its `out` is.
+    """
+    reference = train_stage_03(trained)
+    assert max_abs_diff(reference.weights, folder / "out/last.pt") <= 1e-10
+    shown = [line.partition(", val")[0] for line in reference.epochs]
+    assert done.stdout.splitlines() == [prefix + line for line in shown]
+
+
+def assert_trains_other_weights(folder, trained):
+    """Assert that the weights in `folder`/out are not those of stage 03."""
+    reference = train_stage_03(trained)
+    assert max_abs_diff(reference.weights, folder / "out/last.pt") > 1e-6
 
 
 class Neighbor:
@@ -22,18 +51,21 @@ class Neighbor:
 
     def __init__(self, name):
         self.environment = ROOT / f".venv-{name}"
-        self.python = self.environment / "bin/python"
-        self.script = f"{FOLDER}/{name}_train.py"
+        self.script = f"recipes/neighbors/{name}_train.py"
         if not (self.environment / "installed").exists():
             assert "REQUIRE_NEIGHBORS" not in os.environ, f"type: make {name}"
             pytest.skip(f"{name} is not installed; type: make {name}")
 
-    def version(self, package, folder):
-        """Return the version of a package that the environment imports."""
+    def version(self, package):
+        """Return "PACKAGE VERSION" as the environment imports it."""
         code = f"import {package}, torch; print({package}.__version__)"
-        done = harness.run([self.python, "-c", code], folder)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        done = harness.run([self.environment / "bin/python", "-c", code])
+        return f"{package} {done.stdout.strip()}"
+
+    def command(self, shown):
+        """Return the words of a command that the program's docstring shows."""
+        assert f"\n$ {shown}\n" in (ROOT / self.script).read_text()
+        return shown.split()
 
     def changed(self, folder, *replacements):
         """Copy the program and common/, and replace texts that are there once."""
@@ -41,31 +73,5 @@ class Neighbor:
         script.parent.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
-        harness.replace_once(ROOT / self.script, *replacements, target=script)
+        replace_once(ROOT / self.script, *replacements, target=script)
         return script
-
-
-def assert_as_stage_03(neighbor, package, done, trained, folder, capsys, prefix=""):
-    """Assert that a run printed and trained what stage 03 does; print how close.
-
-    done: what `run` returned, in lines that begin with `prefix`; folder: where it ran.
-    """
-    assert done.returncode == 0, done.stdout + done.stderr
-    off = difference_from_stage_03(trained, folder / "out/last.pt")
-    version = neighbor.version(package, folder)
-    with capsys.disabled():
-        print(f"\n{package} {version}: largest difference of the weights {off:.1e}")
-    assert off <= 1e-10
-    reference = trained("03_ddp_launch", 2, *DOUBLE[:-2], how=harness.train_in_forks)
-    shown = [line.partition(", val")[0] for line in reference.epochs]
-    assert done.stdout.splitlines() == [prefix + line for line in shown]
-
-
-def difference_from_stage_03(trained, weights, *flags):
-    """Return the largest difference of weights from those of stage 03, two epochs.
-
-    trained: the fixture; weights: a file.
-    """
-    stage = ("03_ddp_launch", 2, *DOUBLE[:-2], *flags)
-    done = trained(*stage, how=harness.train_in_forks)
-    return max_abs_diff(done.weights, weights)

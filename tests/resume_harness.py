@@ -1,72 +1,85 @@
 """What the tests of checkpoints, of resuming and of preemption share."""
 
-import functools
 import re
-import shlex
-import sys
+import signal
+from functools import partial
 from pathlib import Path
-
-import psutil
 
 from common import checkpoint
 from common import checkpointer
-from nbtools.lesson import max_abs_diff
-from tests.harness import ROOT
-from tests.harness import fork_ranks
-from tests.harness import train_in_forks
-from tests.harness import wait_until
-from tools.stages import shown_commands
+from tests.fault_injection import RANKS
+from tests.fault_injection import signalled
+from tests.training import start_stage
+from tests.training import train_in_forks
+from tools.stages import ROOT
+from tools.weights import max_abs_diff
 
 SHORT = ("--epochs", "2")  # of 25 steps each
 NEVER = ("--checkpoint-every", "1000000")  # only at the end of an epoch or at a signal
+EVERY_4 = ("--checkpoint-every", "4")
 
 
 class Run:
-    """A run with checkpoints, in forks: it can be killed and resumed again and again.
+    """A run with checkpoints: it can be stopped and resumed again and again.
 
     checkpoint_dir, out_dir: its directories, both in `folder`; step: that of its latest
-    checkpoint when it was last started; ends: what `fork_ranks` returned then.
+    checkpoint when it was last started.
     """
 
     def __init__(self, stage, folder, device, *flags, processes=2, root=ROOT):
+        self.stage = stage
         self.folder = Path(folder)
         self.checkpoint_dir = self.folder / "checkpoints"
         self.out_dir = self.folder / "out"
         self.flags = [*flags, "--device", device]
+        self.flags += ["--checkpoint-dir", self.checkpoint_dir]
+        self.flags += ["--out-dir", self.out_dir]
         if device == "cuda":
             # nccl does not notice, as gloo does, that a rank of this machine has died.
             self.flags += ["--timeout", "20"]
-        self.fork_ranks = functools.partial(fork_ranks, stage, processes, root=root)
         self.processes = processes
+        self.root = root
         self.starts = 0
 
     def start(self, *flags, **options):
-        """Start its ranks and return the functions that wait for their ends."""
+        """Start it, from its latest checkpoint if it has one; return a harness.Job.
+
+        options: as for tests.training.start_stage.
+        """
         self.starts += 1
         self.step = self.latest()
-        folders = ["--checkpoint-dir", self.checkpoint_dir, "--out-dir", self.out_dir]
-        flags = [*self.flags, *folders, *flags]
-        screens = self.folder / f"start-{self.starts}"
-        self.ends = self.fork_ranks(flags, screens, **options)
-        return self.ends
+        flags, screens = [*self.flags, *flags], self.folder / f"start-{self.starts}"
+        options = {"root": self.root, **options}
+        return start_stage(self.stage, self.processes, flags, screens, **options)
 
-    def go(self, *flags, **options):
-        """Start it and wait; return what each rank ended with, rank 0 first."""
-        return [end() for end in self.start(*flags, **options)]
+    def run(self, *flags, code=0, **options):
+        """Start it and wait for its end; return a harness.Done.
 
-    def screen(self):
-        """Return what rank 0 has printed since the last start."""
-        path = self.folder / f"start-{self.starts}/0/stdout"
-        return path.read_text() if path.exists() else ""
+        Asserts that each rank ends with this code; with None, that none hangs.
+        """
+        with self.start(*flags, **options) as job:
+            done = job.wait()
+        if code is None:
+            assert "hung" not in exit_codes(done), done
+        else:
+            assert exit_codes(done) == [code] * self.processes, done
+        return done
 
-    def wait_until(self, predicate):
-        """Wait until `predicate()`, or until a rank has ended; return whether it is."""
+    def stop(self, step, *names, ranks=RANKS, **options):
+        """Start it, and have these ranks get signals in a step; wait for its end.
 
-        def over():
-            return predicate() or not all(end.process.is_alive() for end in self.ends)
-
-        wait_until(over, 300, self.screen, every=0.001)
-        return predicate()
+        Asserts that all ranks end with the code of a signal, the highest one. With
+        SIGKILL, only that one is killed, none hangs, and no checkpoint is of this step.
+        """
+        in_this_run = step - self.latest()
+        options["prepare"] = partial(signalled, in_this_run, *names, ranks=ranks)
+        killed = "SIGKILL" in names
+        number = max(getattr(signal, name) for name in names)
+        done = self.run(code=None if killed else 128 + number, **options)
+        if killed:
+            assert -signal.SIGKILL in exit_codes(done), done
+            assert self.latest() < step
+        return done
 
     def paths(self):
         """Return the paths of its checkpoints, the latest first."""
@@ -114,7 +127,8 @@ def resumed_from(text):
 
 
 def exit_codes(done):
-    return [one.returncode for one in done]
+    """Return the exit code of each rank of a run, rank 0 first."""
+    return [one.returncode for one in done.ranks]
 
 
 def rows(out_dir):
@@ -134,32 +148,6 @@ def assert_same(out_dir, reference, what=""):
     assert rows(out_dir) == rows(expected), what
 
 
-def assert_all_end(processes, seconds=60):
-    """Assert that within so many seconds these processes have ended."""
-    _, left = psutil.wait_procs(processes, seconds)
-    assert not left
-
-
 def uninterrupted(trained, stage, processes, *flags):
     """Return what a run without checkpoints, kills and signals ends with."""
     return trained(stage, processes, *flags, how=train_in_forks)
-
-
-def torchrun_command(stage, processes, folder, *flags, root=ROOT):
-    """Return the first torchrun command that a stage shows, and its variables.
-
-    It keeps its checkpoints in `folder`/checkpoints, its weights in `folder`/out.
-    """
-    shown = next(line for line in shown_commands(stage) if "torchrun" in line)
-    words = shlex.split(shown, comments=True)
-    start, script = words.index("torchrun"), words.index(f"{stage}/train.py")
-    variables = dict(word.split("=") for word in words[:start])
-    count = f"--nproc-per-node={processes}"
-    options = words[start + 1 : script]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *(count if word.startswith("--nproc") else word for word in options),
-        str(root / words[script]),
-        *("--checkpoint-dir", str(folder / "checkpoints")),
-        *("--out-dir", str(folder / "out"), *flags),
-    ], variables

@@ -1,7 +1,6 @@
-"""Stage 08: micro-batches give the step of the whole batch, with one all-reduce."""
+"""Micro-batches give the step of the whole batch, with one all-reduce."""
 
 import contextlib
-import types
 import weakref
 
 import pytest
@@ -9,35 +8,41 @@ import torch
 from torch import nn
 
 from common import meters
-from nbtools.lesson import max_abs_diff
-from tests.conftest import swept_unless
-from tests.harness import assert_one_error_line
-from tests.harness import counts
-from tests.harness import fork_ranks
-from tests.harness import give_sets
-from tests.harness import little_work
-from tests.harness import load_stage
-from tests.harness import load_stage_for_vectors
-from tests.harness import plain
-from tests.harness import sharded
-from tests.harness import shards_the_weights
-from tests.harness import train_in_forks
+from tests.conftest import only_in_sweep
+from tests.training import DOUBLE
+from tests.training import assert_one_error_line
+from tests.training import counts
+from tests.training import load_stage
+from tests.training import load_stage_for_vectors
+from tests.training import plain
+from tests.training import replace_data
+from tests.training import run_stage
+from tests.training import sharded
+from tests.training import small_workload
+from tests.training import stage_args
+from tests.training import train_in_forks
+from tools.counting import Collectives
+from tools.stages import features
+from tools.stages import first_with
 from tools.stages import reference
-from tools.stages import stages
+from tools.stages import with_feature
+from tools.weights import max_abs_diff
 
-ACCUMULATING = stages()[7:]
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
+ACCUMULATING = with_feature("accumulation")
+FIRST = ACCUMULATING[0]
 SAMPLES = 300  # 5 steps an epoch
+each_stage = pytest.mark.parametrize(
+    "stage", [only_in_sweep(s, unless=s == FIRST) for s in ACCUMULATING]
+)
 # Processes and micro-batches, which need not divide the local batch. In the second and
 # the fourth pair a micro-batch is one sample.
 PAIRS = [(1, 7), (1, 60), (2, 4), (2, 30), (3, 3), (1, 1), (1, 2), (2, 3), (4, 4)]
-FIRST = ACCUMULATING[0]
 
 
 @pytest.mark.parametrize(
     "stage, processes, micro_batches",
     [
-        swept_unless((stage == FIRST and pair in PAIRS[:3]), stage, *pair)
+        only_in_sweep(stage, *pair, unless=stage == FIRST and pair in PAIRS[:3])
         for stage in ACCUMULATING
         for pair in (PAIRS if stage == FIRST else PAIRS[1:5])
     ],
@@ -47,7 +52,7 @@ def test_any_number_of_micro_batches_equals_the_whole_batch(
 ):
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
-    work = little_work(stage, SAMPLES)
+    work = small_workload(stage, SAMPLES)
     flags = (*DOUBLE, *work.flags)
     whole = trained(reference(stage), 1, *flags, how=train_in_forks)
     flags = (*flags, "--grad-accum-steps", str(micro_batches))
@@ -61,53 +66,36 @@ def test_any_number_of_micro_batches_equals_the_whole_batch(
             assert one[part]["acc1"] == other[part]["acc1"]
 
 
-@pytest.mark.parametrize("stage", [swept_unless(s == FIRST, s) for s in ACCUMULATING])
+@each_stage
 def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
-    plain = (*DOUBLE, *little_work(stage, SAMPLES).flags)
-    clip = (*plain, "--clip-grad", "0.1")
-    # Where the reference has no --clip-grad, the last stage that does not accumulate.
-    unsplit = max(reference(stage), "07_distributed_eval")
-    whole = trained(unsplit, 1, *clip, how=train_in_forks)
-    flags = (*clip, "--grad-accum-steps", "4")
+    flags = (*DOUBLE, *small_workload(stage, SAMPLES).flags)
+    free = trained(reference(stage), 1, *flags, how=train_in_forks)
+    flags = (*flags, "--clip-grad", "0.1")
+    able_to_clip = "amp" in features(reference(stage))
+    clipping = reference(stage) if able_to_clip else first_with("amp")
+    whole = trained(clipping, 1, *flags, how=train_in_forks)
+    flags = (*flags, "--grad-accum-steps", "4")
     done = trained(stage, several, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, whole.weights) <= 1e-10
-    free = trained(reference(stage), 1, *plain, how=train_in_forks)
     assert max_abs_diff(done.weights, free.weights) > 1e-3
 
 
-def count_reduced_bytes(wrapped):
-    """Return a list to which DDP will add the bytes of each bucket that it reduces."""
-    sizes = []
-
-    def hook(_, bucket):
-        sizes.append(bucket.buffer().nbytes)
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    wrapped.register_comm_hook(None, hook)
-    return sizes
-
-
 class Accumulation:
-    """Accumulates the gradients of a batch of 13 images by a stage's own function."""
+    """Accumulates the gradients of a batch of 13 samples by a stage's own function."""
 
     def __init__(self, stage, micro_batches):
-        self.accumulate = load_stage_for_vectors(stage).accumulate_gradients
+        module = load_stage_for_vectors(stage)
+        self.accumulate = module.accumulate_gradients
+        flags = ("--dtype", "float64", "--grad-accum-steps", micro_batches)
+        self.args = stage_args(module, *flags)
         torch.manual_seed(0)
         layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 6)]
         self.model = nn.Sequential(*layers).double()
-        if shards_the_weights(stage):
+        if "shards" in features(stage):
             self.wrapped = sharded(self.model)
         else:
             wrap = nn.parallel.DistributedDataParallel
             self.wrapped = wrap(self.model, bucket_cap_mb=0.01)
-        self.args = types.SimpleNamespace(
-            device=torch.device("cpu"),
-            dtype=torch.float64,
-            amp="off",
-            grad_accum_steps=micro_batches,
-        )
         self.batch = (torch.randn(13, 20).double(), torch.arange(13) % 6)
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -121,30 +109,25 @@ class Accumulation:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
-@pytest.mark.parametrize(
-    "stage", [s for s in ACCUMULATING if not shards_the_weights(s)]
-)
+@pytest.mark.parametrize("stage", with_feature("accumulation", "ddp"))
 def test_each_bucket_is_reduced_once_per_step(stage, micro_batches, monkeypatch):
     """By DDP; test_fsdp.py counts what FSDP2 does."""
+    accumulation = Accumulation(stage, micro_batches)
 
-    def reduced(steps):
-        accumulation = Accumulation(stage, micro_batches)
-        sizes = count_reduced_bytes(accumulation.wrapped)
-        accumulation.step()  # DDP arranges its buckets after the first step
-        sizes.clear()
-        for _ in range(steps):
-            accumulation.step()
-        return sizes, sum(each.nbytes for each in accumulation.model.parameters())
+    def reduced():
+        with Collectives() as collectives:
+            for _ in range(3):
+                accumulation.step()
+        return collectives.total()["all_reduce"]
 
-    sizes, weights = reduced(3)
-    assert sum(sizes) == 3 * weights
-    buckets = len(sizes) // 3
-    assert buckets > 1
+    accumulation.step()  # DDP arranges its buckets after the first step
+    once = reduced()
+    weights = sum(each.nbytes for each in accumulation.model.parameters())
+    assert once["bytes"] == 3 * weights
+    assert once["calls"] % 3 == 0 and once["calls"] > 3
     ddp = nn.parallel.DistributedDataParallel
     monkeypatch.setattr(ddp, "no_sync", lambda _: contextlib.nullcontext())
-    sizes, _ = reduced(3)
-    assert sum(sizes) == 3 * micro_batches * weights
-    assert len(sizes) == 3 * micro_batches * buckets
+    assert reduced() == {name: micro_batches * once[name] for name in once}
 
 
 @pytest.mark.usefixtures("group")
@@ -153,10 +136,10 @@ def test_each_bucket_is_reduced_once_per_step(stage, micro_batches, monkeypatch)
 def test_gradient_loss_and_metrics_are_those_of_the_whole_batch(stage, micro_batches):
     accumulation = Accumulation(stage, micro_batches)
     loss, metrics = accumulation.step()
-    model, (images, target) = accumulation.model, accumulation.batch
+    model, (samples, target) = accumulation.model, accumulation.batch
     ours = [plain(parameter.grad).clone() for parameter in model.parameters()]
     model.zero_grad()
-    output = model(images)
+    output = model(samples)
     whole = nn.functional.cross_entropy(output, target)
     whole.backward()
     for gradient, parameter in zip(ours, model.parameters(), strict=True):
@@ -178,7 +161,7 @@ def test_logits_of_no_more_than_two_micro_batches_are_in_memory(stage):
     accumulation = Accumulation(stage, 6)
     outputs, in_memory = [], []
 
-    def note(_module, _images, output):
+    def note(_module, _samples, output):
         outputs.append(weakref.ref(output))
         in_memory.append(sum(ref() is not None for ref in outputs))
 
@@ -186,19 +169,6 @@ def test_logits_of_no_more_than_two_micro_batches_are_in_memory(stage):
     accumulation.step()
     assert in_memory == [1, 2, 2, 2, 2, 2]
     assert not any(ref() is not None for ref in outputs)
-
-
-class Rows(torch.utils.data.Dataset):
-    """n numbers."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return float(index)
 
 
 @pytest.mark.usefixtures("group")
@@ -210,16 +180,9 @@ def test_evaluation_takes_no_larger_batches_than_training(
     stage, batch_size, micro_batches
 ):
     module = load_stage(stage)
-    give_sets(module, Rows(batch_size * 3), Rows(batch_size * 2 + 1))
-    args = types.SimpleNamespace(
-        batch_size=batch_size,
-        grad_accum_steps=micro_batches,
-        seed=0,
-        workers=0,
-        data="digits",
-        device=torch.device("cpu"),
-    )
-    train_loader, val_loader = module.make_loaders(args)
+    replace_data(module, range(batch_size * 3), range(batch_size * 2 + 1))
+    flags = ("--batch-size", batch_size, "--grad-accum-steps", micro_batches)
+    train_loader, val_loader = module.make_loaders(stage_args(module, *flags))
     trained_at_once = [
         len(part)
         for batch in train_loader
@@ -232,21 +195,20 @@ def test_evaluation_takes_no_larger_batches_than_training(
     assert max(evaluated_at_once) <= max(trained_at_once)
 
 
-@pytest.mark.parametrize(
-    "stage, micro_batches, named",
-    [
-        swept_unless(stage == FIRST, stage, *case)
-        for stage in ACCUMULATING
-        for case in [
-            ("31", "--grad-accum-steps: a local batch has only 30 "),
-            ("0", "--grad-accum-steps: '0' is not an integer, 1 or more"),
-            ("1.5", "--grad-accum-steps: '1.5' is not an integer"),
-        ]
-    ],
-)
-def test_wrong_numbers_of_micro_batches(stage, micro_batches, named, device, tmp_path):
+@each_stage
+def test_more_micro_batches_than_samples(stage, device, tmp_path):
     out = tmp_path / "out"
-    flags = ["--grad-accum-steps", micro_batches, "--device", device, "--out-dir", out]
-    for end in fork_ranks(stage, 2, flags, tmp_path / "ranks"):
-        assert_one_error_line(end(), named)
+    flags = ["--grad-accum-steps", "31", "--device", device, "--out-dir", out]
+    for rank in run_stage(stage, 2, flags, tmp_path / "ranks", code=2).ranks:
+        named = "--grad-accum-steps: a local batch has only 30 "
+        assert_one_error_line(rank, named)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("micro_batches", ["0", "1.5"])
+@pytest.mark.parametrize("stage", ACCUMULATING)
+def test_wrong_numbers_of_micro_batches(stage, micro_batches, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        stage_args(load_stage(stage), "--grad-accum-steps", micro_batches)
+    named = f"--grad-accum-steps: '{micro_batches}' is not an integer, 1 or more"
+    assert capsys.readouterr().err == f"train.py: error: {named}\n"

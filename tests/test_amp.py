@@ -1,6 +1,7 @@
-"""Stage 05: mixed precision, loss scaling, clipping, gradients that are not finite."""
+"""Mixed precision: loss scaling, clipping, and gradients that are not finite."""
 
 import functools
+import itertools
 import math
 import re
 import types
@@ -10,52 +11,52 @@ import torch
 from torch import nn
 
 from common import checkpoint
-from nbtools.lesson import max_abs_diff
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
-from tests.harness import FakeLoader
-from tests.harness import assert_one_error_line
-from tests.harness import call_all
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import little_work
-from tests.harness import load_stage_for_vectors
-from tests.harness import make_checkpointer
-from tests.harness import plain
-from tests.harness import sharded
-from tests.harness import shards_the_weights
-from tests.harness import train_in_forks
 from tests.resume_harness import read_state
-from tools.stages import ROOT
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tests.training import DOUBLE
+from tests.training import FakeLoader
+from tests.training import call_all
+from tests.training import load_stage
+from tests.training import load_stage_for_vectors
+from tests.training import plain
+from tests.training import run_stage
+from tests.training import sharded
+from tests.training import small_workload
+from tests.training import stage_args
+from tests.training import train_first_epoch
+from tests.training import train_in_forks
+from tools.stages import features
+from tools.stages import first_with
+from tools.stages import reference
+from tools.stages import with_feature
+from tools.weights import max_abs_diff
 
-WITH_AMP = stages()[4:]
-ACCUMULATING = stages()[7:]
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
+STAGE = first_with("amp")
+ACCUMULATING = with_feature("amp", "accumulation")
 SAMPLES = 300  # 5 steps an epoch
 
 
 @pytest.mark.parametrize(
-    "stage, amp, flags",
+    "stage, amp",
     [
-        ("05_amp", "bf16", ()),
-        ("05_amp", "fp16", ()),
+        (STAGE, "bf16"),
+        (STAGE, "fp16"),
         *(
-            swept_unless(amp == "fp16" and stage == ACCUMULATING[0], stage, amp, flags)
-            for stage in ACCUMULATING
-            for amp in ("bf16", "fp16")
-            for flags in [("--grad-accum-steps", "3")]
+            only_in_sweep(*case, unless=case == (ACCUMULATING[0], "fp16"))
+            for case in itertools.product(ACCUMULATING, ("bf16", "fp16"))
         ),
     ],
 )
-def test_it_learns_in_mixed_precision(trained, several, stage, amp, flags):
-    flags = ("--epochs", "1", *little_work(stage).flags, *flags)
+def test_it_learns_in_mixed_precision(trained, several, stage, amp):
+    flags = ("--epochs", "1", *small_workload(stage).flags)
+    if stage in ACCUMULATING:
+        flags = (*flags, "--grad-accum-steps", "3")
     done = trained(stage, several, *flags, "--amp", amp, how=train_in_forks)
     (row,) = done.rows
-    if trains_on_text(stage):  # without training every byte is as likely: log(256)
+    if "text" in features(stage):  # without training all bytes are as likely: log(256)
         assert row["val"]["loss"] < 0.75 * math.log(256)
     else:
         assert row["val"]["acc1"] >= 90
@@ -67,82 +68,66 @@ def test_it_learns_in_mixed_precision(trained, several, stage, amp, flags):
 
 
 def test_clipping_is_the_same_on_any_number_of_processes(trained, several):
-    flags = (*DOUBLE, *little_work("05_amp", SAMPLES).flags)
-    clipped = [
-        trained("05_amp", n, *flags, "--clip-grad", "0.5", how=train_in_forks)
-        for n in sorted({1, several})
-    ]
-    free = trained("01_single_gpu", 1, *flags, how=train_in_forks)
-    assert max_abs_diff(clipped[0].weights, clipped[-1].weights) <= 1e-10
-    assert max_abs_diff(clipped[0].weights, free.weights) > 1e-3
-    never = trained("05_amp", 1, *flags, "--clip-grad", "1e9", how=train_in_forks)
-    assert max_abs_diff(never.weights, free.weights) <= 1e-10
+    flags = (*DOUBLE, *small_workload(STAGE, SAMPLES).flags)
+
+    def clipped(processes, norm):
+        clip = ("--clip-grad", norm)
+        return trained(STAGE, processes, *flags, *clip, how=train_in_forks).weights
+
+    free = trained(reference(STAGE), 1, *flags, how=train_in_forks).weights
+    assert max_abs_diff(clipped(1, "0.5"), clipped(several, "0.5")) <= 1e-10
+    assert max_abs_diff(clipped(1, "0.5"), free) > 1e-3
+    assert max_abs_diff(clipped(1, "1e9"), free) <= 1e-10
 
 
-WRONG = {
-    "an unknown format": (["--amp", "fp8"], "--amp"),
-    "autocast of float64": (["--amp", "bf16", "--dtype", "float64"], "--amp"),
-    "a norm of zero": (["--clip-grad", "0"], "--clip-grad"),
-}
-
-
+@pytest.mark.parametrize("stage", with_feature("amp"))
 @pytest.mark.parametrize(
-    "stage, what", [swept_unless(s == "05_amp", s, w) for s in WITH_AMP for w in WRONG]
+    "flags, named",
+    [
+        (["--amp", "fp8"], "--amp: invalid choice: 'fp8'"),
+        (["--amp", "bf16", "--dtype", "float64"], "--amp: not with --dtype float64"),
+        (["--clip-grad", "0"], "--clip-grad: '0' is not a number, greater than 0"),
+    ],
 )
-def test_wrong_flags(stage, what, tmp_path):
-    flags, named = WRONG[what]
-    done = fork(ROOT / stage / "train.py", flags, tmp_path)()
-    assert_one_error_line(done, named)
+def test_wrong_flags(stage, flags, named, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        stage_args(load_stage(stage), *flags)
+    assert capsys.readouterr().err.startswith(f"train.py: error: {named}")
 
 
 # ---- gradients that are not finite ---------------------------------------------------
-class Steps:
-    """Takes steps by a stage's own loop, in a process group of this process only.
+@pytest.fixture(params=with_feature("amp"))
+def take_steps(request):
+    """Return a function: take steps by a stage's own loop, in a group of one process.
 
-    The model is a linear layer; with `norm` batch norm stands before it.
+    scale: the loss scale to begin with; samples: [6, 4]; clip: --clip-grad; norm: with
+    batch norm before the model, which is a linear layer.
+
+    That returns `moved`, how far the weights went; `steps`, which the scheduler counts;
+    `scale`, what the scaler has in the end; `model`, `optimizer` and `metrics`.
     """
+    stage = request.param
+    request.getfixturevalue("group")
+    module = load_stage_for_vectors(stage)
 
-    def __init__(self, stage):
-        self.stage = stage
-        self.module = load_stage_for_vectors(stage)
-
-    def __call__(self, scale, steps=1, images=None, amp="fp16", clip=None, norm=False):
-        """Train for `steps` steps from a loss scale of `scale`.
-
-        Returns `moved`, how far the weights went; `steps`, which the scheduler counts;
-        `scale`, what the scaler has in the end; `model`, `optimizer` and `metrics`.
-        """
+    def take(scale, steps=1, samples=None, amp="fp16", clip=None, norm=False):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         if norm:
             model = nn.Sequential(nn.BatchNorm1d(4), model)
-        if shards_the_weights(self.stage):
+        if "shards" in features(stage):
             sharded(model)
+        before = [plain(each).detach().clone() for each in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
         options = {"init_scale": scale, "growth_interval": 10**6}
         scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", **options)
-        args = types.SimpleNamespace(
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            seed=0,
-            amp=amp,
-            clip_grad=clip,
-            grad_accum_steps=1,
-            checkpoint_dir=None,
-            checkpoint_every=100,
-            keep_checkpoints=2,
-        )
-        images = torch.randn(6, 4) if images is None else images
-        loader = FakeLoader([(images, torch.arange(6) % 3)] * steps)
-        before = [plain(each).detach().clone() for each in model.parameters()]
-        arguments = [args, 1, model, loader, optimizer, scheduler, scaler]
-        if int(self.stage[:2]) >= 9:
-            parts = [model, optimizer, scheduler, scaler]
-            arguments.append(make_checkpointer(self.module, args, loader, *parts))
-        if int(self.stage[:2]) >= 10:
-            arguments.append(lambda: types.SimpleNamespace(wait=no_signal))
-        metrics = self.module.train_one_epoch(*arguments)
+        samples = torch.randn(6, 4) if samples is None else samples
+        loader = FakeLoader([(samples, torch.arange(6) % 3)] * steps)
+        args = stage_args(module, "--amp", amp)
+        args.clip_grad = clip
+        parts = (model, loader, optimizer, scheduler, scaler)
+        metrics = train_first_epoch(stage, module, args, *parts)
         after = map(plain, model.parameters())
         moves = [a - b for a, b in zip(after, before, strict=True)]
         return types.SimpleNamespace(
@@ -151,33 +136,24 @@ class Steps:
             scale=scaler.get_scale(),
             model=model,
             optimizer=optimizer,
-            metrics=metrics[0] if isinstance(metrics, tuple) else metrics,
+            metrics=metrics,
         )
 
-
-def no_signal():
-    """Return what stage 10's vote comes to as long as no rank has got a signal."""
-    return [torch.tensor([0, 0])]
+    return take
 
 
-@pytest.fixture(params=WITH_AMP)
-def take(request):
-    request.getfixturevalue("group")
-    return Steps(request.param)
-
-
-def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(take, capsys):
-    done = take(2.0**60)
+def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(take_steps, capsys):
+    done = take_steps(2.0**60)
     assert (done.moved, done.steps, done.scale) == (0, 0, 2.0**59)
     text = "step 1: skipped, gradient not finite, loss scale 1.15292e+18\n"
     assert capsys.readouterr().out == text
-    done = take(2.0**10)
+    done = take_steps(2.0**10)
     assert done.moved > 0.1 and (done.steps, done.scale) == (1, 2.0**10)
     assert capsys.readouterr().out == ""
 
 
-def test_after_skipped_steps_training_continues(take, capsys):
-    done = take(2.0**30, steps=40)
+def test_after_skipped_steps_training_continues(take_steps, capsys):
+    done = take_steps(2.0**30, steps=40)
     skipped = re.findall(r"^step (\d+): skipped", capsys.readouterr().out, re.M)
     assert skipped == [str(step) for step in range(1, len(skipped) + 1)]
     assert 5 < len(skipped) < 40
@@ -186,40 +162,34 @@ def test_after_skipped_steps_training_continues(take, capsys):
     assert done.metrics["count"] == 40 * 6 and math.isfinite(done.metrics["loss"])
 
 
-def test_a_skipped_step_leaves_weights_momentum_schedule_and_statistics_sane(take):
-    """Batch norm has seen the images of the step, which are finite, as in any other."""
-    done = take(2.0**60, norm=True)
+def test_a_skipped_step_leaves_momentum_schedule_and_statistics_sane(take_steps):
+    """Batch norm has seen the samples of that step, which are finite."""
+    done = take_steps(2.0**60, norm=True)
     assert (done.moved, done.steps) == (0, 0)
     assert not done.optimizer.state
     assert done.optimizer.param_groups[0]["lr"] == 0.5
-    for buffer in done.model.buffers():
-        assert buffer.isfinite().all()
-    usual = take(2.0**10, norm=True)
+    usual = take_steps(2.0**10, norm=True)
     assert usual.moved > 0.1 and usual.optimizer.state
     for one, other in zip(done.model.buffers(), usual.model.buffers(), strict=True):
-        assert torch.equal(one, other)
+        assert one.isfinite().all() and torch.equal(one, other)
 
 
-def test_the_gradient_is_clipped_after_it_is_unscaled(take):
-    free = take(2.0**10)
-    clipped = take(2.0**10, clip=0.01)
-    assert free.moved > 0.1
+def test_the_gradient_is_clipped_after_it_is_unscaled(take_steps):
+    assert take_steps(2.0**10).moved > 0.1
+    clipped = take_steps(2.0**10, clip=0.01)
     assert clipped.moved == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-NAN_IMAGES = torch.full((6, 4), torch.nan)
-
-
 @pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
-def test_a_loss_that_is_not_finite_ends_the_run(take, amp):
+def test_a_loss_that_is_not_finite_ends_the_run(take_steps, amp):
     """No smaller scale can help then."""
     text = "^rank 0, step 1: gradient not finite, loss nan$"
     with pytest.raises(FloatingPointError, match=text):
-        take(2.0**10, images=NAN_IMAGES, amp=amp)
+        take_steps(2.0**10, samples=torch.full((6, 4), torch.nan), amp=amp)
 
 
 @pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
-def test_an_infinite_gradient_ends_the_run_if_no_loss_scale_can_be_lowered(take, amp):
+def test_an_infinite_gradient_ends_the_run_if_no_scale_can_be_lowered(take_steps, amp):
     """The loss is finite here: only the gradient overflows."""
 
     def overflow(_module, _inputs, output):
@@ -228,34 +198,42 @@ def test_an_infinite_gradient_ends_the_run_if_no_loss_scale_can_be_lowered(take,
     hook = nn.modules.module.register_module_forward_hook(overflow)
     try:
         with pytest.raises(FloatingPointError, match=r"step 1: .* not finite, loss \d"):
-            take(1, amp=amp)
+            take_steps(1, amp=amp)
     finally:
         hook.remove()
 
 
-def is_default(stage):
-    return stage in ("05_amp", "08_grad_accumulation", "10_preemption")
+# ---- on one of two processes ---------------------------------------------------------
+DEFAULT = (STAGE, first_with("accumulation"), first_with("signals"))
+each_stage = pytest.mark.parametrize(
+    "stage", [only_in_sweep(s, unless=s in DEFAULT) for s in with_feature("amp")]
+)
 
 
-@pytest.mark.parametrize("stage", [swept_unless(is_default(s), s) for s in WITH_AMP])
+def fp16_flags(stage, samples, *flags):
+    """Return flags for a run with fp16 in which a step has one forward pass."""
+    flags = [*small_workload(stage, samples).flags, "--amp", "fp16", *flags]
+    if "accumulation" in features(stage):
+        flags += ["--grad-accum-steps", "1"]
+    return flags
+
+
+@each_stage
 def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_path):
     """Step 7 is the second of epoch 2."""
     out = tmp_path / "out"
-    work = little_work(stage, SAMPLES)
-    flags = [*work.flags, "--amp", "fp16", "--epochs", "2", "--device", device]
+    flags = fp16_flags(stage, SAMPLES, "--epochs", "2", "--device", device)
     flags += ["--out-dir", out]
-    if int(stage[:2]) >= 9:
+    if "checkpoints" in features(stage):
         flags += ["--checkpoint-dir", tmp_path / "checkpoints"]
-    faults = [
+    prepare = functools.partial(
+        call_all,
         functools.partial(infinite_gradient, 7),
         functools.partial(weights_kept, 9, tmp_path),
-    ]
-    prepare = functools.partial(call_all, *faults)
-    ends = fork_ranks(stage, two, flags, tmp_path, prepare=prepare)
-    done = [end() for end in ends]
-    assert [one.returncode for one in done] == [0] * len(ends), done
+    )
+    done = run_stage(stage, two, flags, tmp_path, prepare=prepare)
     text = "step 7: skipped, gradient not finite, loss scale 65536\n"
-    assert done[0].stdout.count("skipped") == done[0].stdout.count(text) == 1
+    assert done.stdout.count("skipped") == done.stdout.count(text) == 1
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, first, second))
     last = torch.load(out / "last.pt").values()  # in another order than the optimizer's
@@ -263,9 +241,10 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
         map(torch.Tensor.tolist, last), key=str
     )
     rows = checkpoint.read_metrics(out)
-    assert [row["train"]["count"] for row in rows] == [work.train] * 2
+    targets = small_workload(stage, SAMPLES).train
+    assert [row["train"]["count"] for row in rows] == [targets] * 2
     assert all(math.isfinite(row["train"]["loss"]) for row in rows)
-    if int(stage[:2]) >= 9:
+    if "checkpoints" in features(stage):
         (path,) = (tmp_path / "checkpoints").glob("step-000000010*")
         state = read_state(path)
         assert (state["step"], state["scheduler"]["last_epoch"]) == (10, 9)
@@ -273,37 +252,33 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
 
 
 @pytest.mark.fault(
-    stages="05 to 13",
+    since="amp",
     what="the loss is not finite, on one rank or on all, or a gradient overflows and"
     " there is no loss scale to lower",
     sees="`FloatingPointError: rank 1, step ...: gradient not finite, loss nan`; exit"
     " code 1",
     seconds=30,
-    lost="the run; the weights of the last epoch are valid, and with stages 09 and 10"
+    lost="the run; the weights of the last epoch are valid, and with `--checkpoint-dir`"
     " the latest checkpoint is from before that step",
 )
-@pytest.mark.parametrize("stage", [swept_unless(is_default(s), s) for s in WITH_AMP])
+@each_stage
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
     stage, two, device, tmp_path, fault
 ):
     """With fp16 the other rank's loss is finite, and it would go on if it could."""
-    flags = ["--amp", "fp16", "--device", device, "--out-dir", tmp_path / "out"]
-    flags += little_work(stage).flags
-    prepare = functools.partial(nan_logits, 7)
-    options = {"prepare": prepare, "seconds": fault.seconds}
-    done = [end() for end in fork_ranks(stage, two, flags, tmp_path, **options)]
-    assert [one.returncode for one in done] == [1] * len(done), done
-    fault.assert_seen(done[-1].stderr)
+    flags = fp16_flags(stage, 1500, "--device", device, "--out-dir", tmp_path / "out")
+    options = {"code": 1, "prepare": functools.partial(nan_logits, 7)}
+    first, second = run_stage(stage, two, flags, tmp_path, **options).ranks
+    assert (first.returncode, second.returncode) == (1, 1)
+    fault.assert_seen(second.stderr)
     text = "FloatingPointError: rank 1, step 7: gradient not finite, loss nan\n"
-    assert text in done[-1].stderr
-    assert "rank 0, step" not in done[0].stderr
+    assert text in second.stderr
+    assert "rank 0, step" not in first.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_that_diverges_ends_with_rank_and_step(tmp_path, device, several):
     flags = ["--lr", "1e6", "--device", device, "--out-dir", tmp_path / "out"]
-    (end,) = fork_ranks("05_amp", several, flags, tmp_path)
-    done = end()
-    assert done.returncode == 1
+    done = run_stage(STAGE, several, flags, tmp_path, code=1)
     assert re.search(r"rank \d, step (\d+): gradient not finite, loss", done.stderr)
     assert not (tmp_path / "out").exists()

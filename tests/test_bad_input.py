@@ -5,26 +5,18 @@ import socket
 import pytest
 import torch
 
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
 from tests.fault_injection import not_writable
-from tests.harness import LAUNCHED
-from tests.harness import LAUNCHER_ENV
-from tests.harness import LAUNCHERS
-from tests.harness import assert_one_error_line
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import free_port
-from tests.harness import run
-from tools.stages import ROOT
-from tools.stages import command
-from tools.stages import launcher
+from tests.training import assert_one_error_line
+from tests.training import run_stage
+from tools.stages import features
+from tools.stages import first_with
 from tools.stages import reference
 from tools.stages import stages
-from tools.stages import trains_on_text
+from tools.stages import with_feature
 
-STAGES = stages()
-BY_TORCHRUN = [stage for stage in LAUNCHED if launcher(stage) == "torchrun"]
-# What is wrong, and what the line must say of it.
+BY_TORCHRUN, BY_SPAWN = first_with("torchrun"), first_with("spawn")
+# What is wrong, and what the line must say of it: with any data, images or a text.
 WRONG = {
     "no epochs": (["--epochs", "0"], "--epochs: '0' is not an integer, 1 or more"),
     "a negative batch": (["--batch-size", "-60"], "--batch-size: '-60'"),
@@ -86,8 +78,8 @@ WRONG_WITH_TEXT = {
     "less than no sample": (["--sample", "-1"], "--sample: '-1' is not"),
     "a flag for images": (["--data", "digits"], "--data digits"),
 }
-# What is seen by the parser, by the data, by the model, and by a launched run.
-KINDS = ("no epochs", "a directory without the data", "a truncated file")
+# One that the parser sees, one that the data does, and one that the model does.
+OF_EVERY_STAGE = ("no epochs", "a directory without the data", "a truncated file")
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +96,16 @@ def files(tmp_path_factory):
 
 def wrong(stage):
     """Return what can be wrong in a stage's flags, and what the line must say."""
-    return WRONG | (WRONG_WITH_TEXT if trains_on_text(stage) else WRONG_WITH_IMAGES)
+    return WRONG | (WRONG_WITH_TEXT if "text" in features(stage) else WRONG_WITH_IMAGES)
 
 
 def is_default(stage, what):
-    """Return whether a case runs without --all: what is new in a stage, and KINDS."""
-    new_here = stage == reference(stage) and (what not in WRONG or stage == STAGES[0])
-    return new_here or what in KINDS
+    """Return whether a case runs without --all."""
+    first = first_with("images") if what in WRONG else reference(stage)
+    return stage == first or what in OF_EVERY_STAGE
 
 
 @pytest.mark.fault(
-    stages="01 to 13",
     what="a flag is wrong, or a file or directory is missing, truncated or of the wrong"
     " kind",
     sees="one line that names the flag, `train.py: error: ...`; exit code 2 (under"
@@ -124,7 +115,11 @@ def is_default(stage, what):
 )
 @pytest.mark.parametrize(
     "stage, what",
-    [swept_unless(is_default(s, w), s, w) for s in STAGES for w in wrong(s)],
+    [
+        only_in_sweep(stage, what, unless=is_default(stage, what))
+        for stage in stages()
+        for what in wrong(stage)
+    ],
 )
 def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
     """In a single process, to which a launched stage's variables are given."""
@@ -133,9 +128,7 @@ def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
     if "--out-dir" not in flags:
         flags += ["--out-dir", tmp_path / "out"]
     before = sorted(files.rglob("*"))
-    flags += ["--device", device]
-    (end,) = fork_ranks(stage, 1, flags, tmp_path / "run", seconds=fault.seconds)
-    done = end()
+    done = run_stage(stage, 1, [*flags, "--device", device], tmp_path / "run", code=2)
     assert_one_error_line(done, named)
     fault.assert_seen(done.stderr)
     assert done.stdout == ""
@@ -143,13 +136,38 @@ def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
     assert sorted(files.rglob("*")) == before
 
 
+def test_a_directory_that_is_not_writable(tmp_path):
+    flags, stage = ["--out-dir", tmp_path / "out"], first_with("images")
+    done = run_stage(stage, 1, flags, tmp_path, code=2, prepare=not_writable)
+    assert_one_error_line(done, f"--out-dir: {tmp_path} is not writable")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
-@pytest.mark.parametrize("stage", [swept_unless(s in LAUNCHERS, s) for s in STAGES])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        only_in_sweep(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
+        for stage in stages()
+    ],
+)
 def test_cuda_without_a_gpu(stage, tmp_path):
-    (end,) = fork_ranks(stage, 1, ["--device", "cuda"], tmp_path)
-    assert_one_error_line(end(), "--device cuda: no GPU is visible; use --device cpu")
+    done = run_stage(stage, 1, ["--device", "cuda"], tmp_path, code=2)
+    assert_one_error_line(done, "--device cuda: no GPU is visible; use --device cpu")
 
 
+@pytest.mark.parametrize(
+    "stage",
+    [
+        only_in_sweep(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
+        for stage in with_feature("distributed")
+    ],
+)
+def test_sync_bn_needs_gpus(stage, tmp_path):
+    done = run_stage(stage, 1, ["--sync-bn", "--device", "cpu"], tmp_path, code=2)
+    assert_one_error_line(done, "--sync-bn: ")
+
+
+# ---- launchers -----------------------------------------------------------------------
 VARIABLES = [
     ({"RANK": None}, "RANK is not set; a launcher sets it: start with "),
     ({"RANK": "one"}, "RANK is 'one', not a number"),
@@ -158,11 +176,14 @@ VARIABLES = [
     ({"LOCAL_RANK": "1"}, "RANK=0 WORLD_SIZE=1 LOCAL_RANK=1 contradict each other"),
     ({"WORLD_SIZE": "7"}, "--batch-size 60 is the global batch: it must be divisible"),
     ({"MASTER_ADDR": None}, "check MASTER_ADDR and MASTER_PORT: "),
+    ({"MASTER_PORT": None}, "check MASTER_ADDR and MASTER_PORT: "),
+    ({"MASTER_PORT": "http"}, "check MASTER_ADDR and MASTER_PORT: "),
+    ({"MASTER_PORT": "65536"}, "check MASTER_ADDR and MASTER_PORT: "),
 ]
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 13",
+    since="torchrun",
     what="a launcher's variables are missing or contradict each other; a stage is"
     " started with python instead of its launcher",
     sees="one line, `train.py: error: ...`, that names the variable and, if it is"
@@ -173,16 +194,13 @@ VARIABLES = [
 @pytest.mark.parametrize(
     "stage, variables, named",
     [
-        swept_unless(stage == BY_TORCHRUN[0] or case == VARIABLES[0], stage, *case)
-        for stage in BY_TORCHRUN
+        only_in_sweep(stage, *case, unless=stage == BY_TORCHRUN or case == VARIABLES[0])
+        for stage in with_feature("torchrun")
         for case in VARIABLES
     ],
 )
 def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
-    merged = {**LAUNCHER_ENV, "MASTER_PORT": "1", **variables}
-    merged = {name: value for name, value in merged.items() if value is not None}
-    script = ROOT / stage / "train.py"
-    done = fork(script, [], tmp_path, seconds=fault.seconds, **merged)()
+    done = run_stage(stage, 1, [], tmp_path, code=2, **variables)
     assert_one_error_line(done, named)
     fault.assert_seen(done.stderr)
     if "is not set" in named:
@@ -190,68 +208,50 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
 
 
 @pytest.mark.fault(
-    stages="03, 06 to 13",
+    since="torchrun",
     what="another program listens on the port that a launcher chose",
     sees="`check MASTER_ADDR and MASTER_PORT: ... in use`; exit code 2",
     seconds=20,
     lost="nothing",
 )
 @pytest.mark.parametrize(
-    "stage", [swept_unless(s == "03_ddp_launch", s) for s in BY_TORCHRUN]
+    "stage",
+    [only_in_sweep(s, unless=s == BY_TORCHRUN) for s in with_feature("torchrun")],
 )
 def test_a_port_in_use(stage, tmp_path, fault):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        variables = {**LAUNCHER_ENV, "MASTER_PORT": str(taken.getsockname()[1])}
-        script = ROOT / stage / "train.py"
-        done = fork(script, [], tmp_path, seconds=fault.seconds, **variables)()
+        port = taken.getsockname()[1]
+        done = run_stage(stage, 1, [], tmp_path, code=2, MASTER_PORT=port)
     assert_one_error_line(done, "check MASTER_ADDR and MASTER_PORT: ")
     fault.assert_seen(done.stderr)
 
 
 def test_a_rank_that_never_comes(tmp_path):
     """It may have another address, or have died on another machine."""
-    variables = {**LAUNCHER_ENV, "WORLD_SIZE": "2", "MASTER_PORT": free_port()}
-    script = ROOT / "03_ddp_launch/train.py"
     flags = ["--timeout", "3", "--device", "cpu"]
-    done = fork(script, flags, tmp_path, **variables)()
+    done = run_stage(BY_TORCHRUN, 1, flags, tmp_path, code=2, WORLD_SIZE=2)
     assert_one_error_line(done, "check MASTER_ADDR and MASTER_PORT: ")
     assert "1/2 clients joined" in done.stderr
 
 
-@pytest.mark.parametrize("stage", LAUNCHERS)
+@pytest.mark.parametrize("stage", [BY_TORCHRUN, BY_SPAWN])
 def test_a_batch_that_the_processes_cannot_divide(stage, tmp_path):
-    """Each rank reports it; in stage 04 the parent does, before it starts them."""
+    """Each rank reports it, or the parent does before it spawns them."""
+    flags = ["--batch-size", "61", "--device", "cpu"]
+    done = run_stage(stage, 2, flags, tmp_path, code=2)
     named = "--batch-size 61 is the global batch: it must be divisible by the number"
-    for end in fork_ranks(
-        stage, 2, ["--batch-size", "61", "--device", "cpu"], tmp_path
-    ):
-        done = end()
-        assert_one_error_line(done, named)
-        assert done.stderr.endswith(" of processes (2); try 60\n")
+    for one in done.ranks:
+        assert_one_error_line(one, named)
+        assert one.stderr.endswith(" of processes (2); try 60\n")
 
 
-def test_an_error_that_only_the_ranks_can_see(files, tmp_path):
-    """torchrun ends with its own code 1, its report below our line; stage 04 with 2."""
+@pytest.mark.parametrize("stage, code", [(BY_TORCHRUN, 1), (BY_SPAWN, 2)])
+def test_an_error_that_only_the_ranks_can_see(stage, code, files, tmp_path):
+    """torchrun ends with a code of its own, and its report stands below our line."""
     flags = ["--data", "cifar10", "--data-dir", files, "--device", "cpu"]
-    (tmp_path / "03").mkdir()
-    launched = run([*command(LAUNCHERS[0], 2), *flags], tmp_path / "03")
-    (spawned,) = [end() for end in fork_ranks(LAUNCHERS[1], 2, flags, tmp_path / "04")]
-    assert (launched.returncode, spawned.returncode) == (1, 2)
-    for done in (launched, spawned):
-        lines = done.stderr.splitlines()
-        ours = [line for line in lines if line.startswith("train.py: error: ")]
-        assert len(ours) == 1  # rank 0 goes first, so only it reports the error
-        assert "--data cifar10" in ours[0]
-        assert "Traceback" not in done.stderr.partition(ours[0])[0]
-
-
-@pytest.mark.parametrize("stage", [swept_unless(s in LAUNCHERS, s) for s in LAUNCHED])
-def test_sync_bn_needs_gpus(stage, tmp_path):
-    (end,) = fork_ranks(stage, 1, ["--sync-bn", "--device", "cpu"], tmp_path)
-    assert_one_error_line(end(), "--sync-bn: ")
-
-
-def test_a_directory_that_is_not_writable(tmp_path):
-    flags = ["--out-dir", tmp_path / "out"]
-    (end,) = fork_ranks(STAGES[0], 1, flags, tmp_path, prepare=not_writable)
-    assert_one_error_line(end(), f"--out-dir: {tmp_path} is not writable")
+    done = run_stage(stage, 2, flags, tmp_path, code=code, forks=False)
+    lines = done.stderr.splitlines()
+    ours = [line for line in lines if line.startswith("train.py: error: ")]
+    assert len(ours) == 1  # rank 0 goes first, so only it reports the error
+    assert "--data cifar10" in ours[0]
+    assert "Traceback" not in done.stderr.partition(ours[0])[0]

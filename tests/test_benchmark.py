@@ -16,45 +16,40 @@ from common import data
 from common.args import ArgumentParser
 from common.model import SmallResNet
 from common.model import make_model
-from tests.harness import fork
-from tests.harness import run
+from tools.harness import run
 from tools.stages import ROOT
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tools.stages import first_with
+from tools.stages import with_feature
 
-COMPARE = ROOT / "benchmarks/compare.py"
-COMPARE_TEXT = ROOT / "benchmarks/compare_text.py"
 STORED = ROOT / "benchmarks/two_cores.json"
 STORED_TEXT = ROOT / "benchmarks/two_cores_text.json"
+FIRST = first_with("images")
 
 
 @pytest.fixture(scope="module")
 def measured(device, tmp_path_factory):
-    """Stage 01 on little work: what the command printed, and the file that it wrote."""
-    folder = tmp_path_factory.mktemp("benchmark")
-    flags = ["01_single_gpu", "--data", "digits", "--scaling", "--batch-sizes"]
-    flags += ["--images", "1500", "--epochs", "6", "--processes", "1"]
-    flags += ["--batch-size", "60"]
-    flags += ["--device", device, "--json", str(folder / "results.json")]
-    command = [sys.executable, "-m", "benchmarks.compare", *flags]
-    done = run(command, folder, seconds=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, folder / "results.json"
+    """The first stage on little work: what the command printed, and what it wrote."""
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    flags = [FIRST, "--data", "digits", "--scaling", "--batch-sizes"]
+    flags += ["--epochs", "6", "--processes", "1", "--batch-size", "60"]
+    flags += ["--device", device, "--json", path]
+    done = run(["python", "-m", "benchmarks.compare", *flags])
+    return done.stdout, path
 
 
 @pytest.fixture
 def args(device, monkeypatch):
     """The flags of a benchmark of little work."""
-    words = ["--data", "digits", "--images", "1500", "--scaling", "--batch-sizes"]
+    words = ["--data", "digits", "--scaling", "--batch-sizes"]
     words += ["--epochs", "6", "--device", device]
-    monkeypatch.setattr(sys, "argv", [str(COMPARE), *words])
+    monkeypatch.setattr(sys, "argv", [compare.__file__, *words])
     return compare.parse_args()
 
 
 def test_every_number_is_of_the_work_that_was_done(measured):
     result = json.loads(measured[1].read_text())
     (row,) = result["stages"]
-    assert (row["stage"], row["processes"]) == ("01_single_gpu", 1)
+    assert (row["stage"], row["processes"]) == (FIRST, 1)
     assert 0 < row["images_per_s"]["least"] <= row["images_per_s"]["median"]
     assert row["images_per_s"]["median"] <= row["images_per_s"]["most"]
     seconds = 1500 / row["images_per_s"]["median"]
@@ -63,23 +58,24 @@ def test_every_number_is_of_the_work_that_was_done(measured):
     assert row["bytes"]["most"] > 100 * 2**20  # torch itself
     assert 0 < row["of_limit"]["least"] <= row["of_limit"]["most"]
     assert "communication" not in row
-    counted = result["counted"]["01_single_gpu"]
+    counted = result["counted"][FIRST]
     assert counted["per_step"] == {} and counted["waits_per_step"] == 0
 
 
-def test_the_tables_can_be_shown_again(measured, tmp_path):
+def test_the_tables_can_be_shown_again(measured, monkeypatch, capsys):
     printed, path = measured
     assert printed == report.show(json.loads(path.read_text())) + "\n"
-    assert "\n01_single_gpu " in printed and "least-most" in printed
-    again = fork(COMPARE, ["--show", path], tmp_path)()
-    assert again.returncode == 0 and again.stdout == printed
+    assert f"\n{FIRST} " in printed and "least-most" in printed
+    monkeypatch.setattr(sys, "argv", [compare.__file__, "--show", str(path)])
+    compare.main()
+    assert capsys.readouterr().out == printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert min(picture.size) > 200
 
 
 @pytest.mark.sweep
 def test_each_epoch_is_compared_with_the_limit_around_it(args, two):
-    row, counted = compare.train(args, "03_ddp_launch", two, 60, "ddp")
+    row, counted = compare.train(args, first_with("ddp"), two, 60, "ddp")
     epochs = args.epochs - 1  # the first warms up
     for name in ("images_per_s", "limit_images_per_s", "of_limit", "communication"):
         assert len(row[name]) == epochs, name
@@ -113,6 +109,19 @@ def test_the_limit_does_what_the_stage_does(monkeypatch):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
 
 
+def test_windows_of_the_limit_are_no_part_of_an_epoch(args, monkeypatch):
+    """They are taken in its last step, while the script's clock goes on."""
+    lines = [f"epoch {n} 25/25  data 1.0 ms  batch 50.0 ms  loss\n" for n in (1, 2, 3)]
+    epoch = {"train": {"seconds": 1.25, "count": 1500}, "val": {"seconds": 0.1}}
+    counted = {"limit": {"bare": [0.5, 0.7, 0.9]}, "spent": [9.0, 0.25, 0.25]}
+    ran = "".join(lines), [epoch] * 3, {**counted, "bytes": 1}
+    monkeypatch.setattr(compare, "train_instrumented", lambda *_: ran)
+    row, _ = compare.train(args, FIRST, 1, 60)
+    assert row["epoch_s"] == [1.0, 1.0] and row["images_per_s"] == [1500, 1500]
+    assert row["of_limit"] == pytest.approx([0.6, 0.8])
+    assert row["loading"] == pytest.approx([1 / 40, 1 / 40])
+
+
 def test_neighbors_in_time():
     assert compare.between([2.0, 4.0, 10.0]) == [3.0, 7.0]
 
@@ -138,25 +147,26 @@ def test_windows_of_equal_rows_are_pooled():
 
 
 @pytest.mark.sweep
-def test_the_collectives_are_counted(args, several):
-    """Stage 04 sends its gradient, in one bucket, and nothing else while it trains."""
-    _, counted = compare.train(args, "04_ddp_spawn", several, 60)
+def test_spawned_processes_are_measured_too(args, several):
+    """Each sends its gradient, in one bucket, and nothing else while it trains."""
+    row, counted = compare.train(args, first_with("spawn"), several, 60)
     size = sum(4 * parameter.numel() for parameter in SmallResNet(1, 10).parameters())
     assert counted["per_step"] == {"all_reduce": {"calls": 1, "bytes": size}}
+    assert counted["waits_per_step"] == 0
+    assert len(row["of_limit"]) == args.epochs - 1
 
 
 @pytest.mark.sweep
 def test_language_models_are_compared_at_one_work(several, device, tmp_path):
-    """Stage 12 with one block: gathered for forward and backward, or for both."""
-    path = tmp_path / "results.json"
-    flags = ["12_fsdp", "--width", "8", "--depth", "1", "--heads", "2"]
+    """FSDP2 with one block: gathered for forward and backward, or for both."""
+    path, stage = tmp_path / "results.json", first_with("shards")
+    flags = [stage, "--width", "8", "--depth", "1", "--heads", "2"]
     flags += ["--batch-size", str(2 * several), "--processes", str(several)]
     flags += ["--epochs", "2", "--rounds", "1", "--device", device, "--json", path]
-    done = run([sys.executable, "-m", "benchmarks.compare_text", *flags], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run(["python", "-m", "benchmarks.compare_text", *flags])
     result = json.loads(path.read_text())
     assert done.stdout == compare_text.show(result) + "\n"
-    variants = ["12_fsdp", "12_fsdp --keep-unsharded"]
+    variants = [stage, f"{stage} --keep-unsharded"]
     assert [row["stage"] for row in result["stages"]] == variants
     for row in result["stages"]:
         assert row["processes"] == several and row["tokens_per_s"]["least"] > 0
@@ -169,7 +179,9 @@ def test_language_models_are_compared_at_one_work(several, device, tmp_path):
 def test_a_text_of_ten_steps_has_ten(monkeypatch, tmp_path):
     for batch_size, length in ((8, 16), (2, 1), (4, 1024)):
         words = ["--batch-size", str(batch_size), "--context-length", str(length)]
-        monkeypatch.setattr(sys, "argv", [str(COMPARE_TEXT), *words, "--processes=1"])
+        monkeypatch.setattr(
+            sys, "argv", [compare_text.__file__, *words, "--processes=1"]
+        )
         args = compare_text.parse_args()
         args.text_file = tmp_path / "text"
         args.text_file.write_bytes(compare_text.text_of_ten_steps(args))
@@ -179,8 +191,7 @@ def test_a_text_of_ten_steps_has_ten(monkeypatch, tmp_path):
 
 def test_the_readme_shows_what_is_stored():
     result = json.loads(STORED.read_text())
-    on_images = [stage for stage in stages() if not trains_on_text(stage)]
-    assert [row["stage"] for row in result["stages"]] == on_images
+    assert [row["stage"] for row in result["stages"]] == with_feature("images")
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
     page = (ROOT / "benchmarks/README.md").read_text()
     assert f"```\n{report.show(result)}\n```" in page
@@ -190,60 +201,59 @@ def test_the_readme_shows_what_is_stored():
 
 def test_the_readme_shows_what_is_stored_of_language_models():
     result = json.loads(STORED_TEXT.read_text())
-    on_text = {stage for stage in stages() if trains_on_text(stage)}
-    assert {row["stage"].split()[0] for row in result["stages"]} == on_text
+    measured = {row["stage"].split()[0] for row in result["stages"]}
+    assert measured == set(with_feature("text"))
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
     page = (ROOT / "benchmarks/README.md").read_text()
     assert f"```\n{compare_text.show(result)}\n```" in page
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "named"),
+    "program, flags, named",
     [
-        (COMPARE, ["--epochs", "2"], "--epochs"),
-        (COMPARE, ["--images", "300"], "--images 300"),
-        (COMPARE, ["--batch-size", "61"], "--batch-size 61"),
-        (COMPARE, ["08"], "there is no stage 08; the stages are"),
-        (COMPARE, ["--processes", "0"], "--processes"),
-        (COMPARE, ["--show", "nowhere.json"], "nowhere.json"),
-        (COMPARE_TEXT, ["--epochs", "1"], "--epochs"),
-        (COMPARE_TEXT, ["--text-file", str(ROOT / "LICENSE")], "8 steps"),
-        (COMPARE_TEXT, ["--batch-size", "9", "--processes", "1", "2"], "--batch-size"),
-        (COMPARE_TEXT, ["03_ddp_launch"], "there is no stage 03_ddp_launch"),
+        (compare, ["--epochs", "2"], "--epochs"),
+        (compare, ["--images", "300"], "--images 300"),
+        (compare, ["--batch-size", "61"], "--batch-size 61"),
+        (compare, ["08"], "there is no stage 08; the stages are"),
+        (compare, ["--processes", "0"], "--processes"),
+        (compare, ["--show", "nowhere.json"], "nowhere.json"),
+        (compare_text, ["--epochs", "1"], "--epochs"),
+        (compare_text, ["--text-file", str(ROOT / "LICENSE")], "8 steps"),
+        (compare_text, ["--batch-size", "9", "--processes", "2"], "--batch-size"),
+        (compare_text, [FIRST], f"there is no stage {FIRST}"),
     ],
 )
-def test_bad_input_gets_one_line(script, flags, named, tmp_path):
-    done = fork(script, [*flags, "--json", tmp_path / "x.json"], tmp_path / "screen")()
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{script.name}: error: ") and named in line
-    assert not (tmp_path / "x.json").exists()
+def test_bad_input_gets_one_line(program, flags, named, monkeypatch, capsys, tmp_path):
+    words = [*flags, "--json", str(tmp_path / "x.json")]
+    monkeypatch.setattr(sys, "argv", [program.__file__, *words])
+    with pytest.raises(SystemExit, match="^2$"):
+        program.main()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    name = program.__name__.rpartition(".")[2]
+    assert line.startswith(f"{name}.py: error: ") and named in line
+    assert printed.out == "" and not (tmp_path / "x.json").exists()
 
 
 @pytest.mark.sweep
-def test_the_cost_of_a_vote_is_measured_both_ways(tmp_path):
-    done = run([sys.executable, "-m", "benchmarks.vote_cost", "20"], tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_cost_of_a_vote_is_measured_both_ways():
+    done = run("python -m benchmarks.vote_cost 20")
     found = re.findall(r"^(.*): \d+\.\d\d ms per step$", done.stdout, re.MULTILINE)
     assert found == ["looked at a step later", "waited for at once"]
 
 
-def test_the_rates_of_the_input_path_are_printed(tmp_path):
-    words = ["-m", "benchmarks.input_path", "--images", "300"]
-    done = run([sys.executable, *words], tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_rates_of_the_input_path_are_printed():
+    done = run("python -m benchmarks.input_path --images 300")
     title, *rows = done.stdout.splitlines()
     assert title.split() == ["images", "per", "second", "and", "core"]
     assert len(rows) == 4 and all(re.search(r" [1-9][\d,]*$", row) for row in rows)
 
 
 @pytest.mark.sweep
-def test_what_a_step_waits_for_is_printed(several, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    module = [f"--nproc-per-node={several}", "-m", "benchmarks.communication"]
-    flags = ["--images", "120", "--epochs", "3", "--device", "cpu"]
-    done = run([sys.executable, *launcher, *module, *flags], tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_what_a_step_waits_for_is_printed(several):
+    launcher = f"torchrun --standalone --nproc-per-node={several}"
+    flags = "--images 120 --epochs 3 --device cpu"
+    done = run(f"{launcher} -m benchmarks.communication {flags}")
     row = r"^(nothing|one number|the gradient) +\d+\.\d +[\d.]+-[\d.]+ +(\d+\.\d\d)$"
     found = re.findall(row, done.stdout, re.MULTILINE)
     assert [name for name, _ in found] == ["nothing", "one number", "the gradient"]

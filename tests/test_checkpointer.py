@@ -22,18 +22,18 @@ from common import checkpointer
 from common.checkpointer import HARMLESS_FLAGS
 from common.checkpointer import PARTS
 from common.checkpointer import Checkpointer
-from tests.harness import load_stage
-from tests.harness import shards_the_weights
 from tests.resume_harness import step_of
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tests.training import load_stage
+from tools.stages import features
+from tools.stages import with_feature
 
 COMPARED_FLAGS = {
-    *("epochs", "batch_size", "lr", "weight_decay", "seed", "dtype", "sync_bn", "amp"),
+    *("epochs", "batch_size", "lr", "weight_decay", "seed", "dtype", "amp"),
     *("clip_grad", "tf32", "deterministic"),
 }
 COMPARED_WITH_IMAGES = {
     *("data", "image_size", "images", "arch", "pretrained", "memory_format"),
+    "sync_bn",
 }
 COMPARED_WITH_TEXT = {"text_file", "context_length", "width", "depth", "heads"}
 COMPARED_WITH_SHARDS = {"keep_unsharded"}
@@ -192,22 +192,22 @@ def test_what_cannot_be_removed_is_named_and_the_rest_is_removed(
 
 
 # ---- other flags ---------------------------------------------------------------------
-@pytest.mark.parametrize("stage", stages()[9:])
+@pytest.mark.parametrize("stage", with_feature("signals"))
 def test_every_flag_is_compared_unless_it_is_harmless(
     stage, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-dir", "checkpoints"])
     module = load_stage(stage)
     args = module.parse_args()
-    if trains_on_text(stage):
+    if "text" in features(stage):
         compared = COMPARED_FLAGS | COMPARED_WITH_TEXT
-        if shards_the_weights(stage):
+        if "shards" in features(stage):
             compared = compared | COMPARED_WITH_SHARDS
         harmless = HARMLESS_FLAGS - ONLY_WITH_IMAGES
     else:
         compared = COMPARED_FLAGS | COMPARED_WITH_IMAGES
         harmless = HARMLESS_FLAGS - ONLY_WITH_TEXT
-    if not hasattr(module, "ShardedCheckpointer"):
+    if "sharded_checkpoints" not in features(stage):
         harmless = harmless - ONLY_WITH_FOLDERS
     assert vars(args).keys() == harmless | compared
     assert HARMLESS_FLAGS.isdisjoint(compared)
@@ -230,16 +230,30 @@ def test_every_flag_is_compared_unless_it_is_harmless(
         assert f"{path} was written with {flag} {value}, not another; " in line
 
 
-def test_a_flag_that_only_one_run_has_is_compared_too(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "old, new",
+    [({}, {"nesterov": True}), ({"nesterov": True}, {}), ({"nesterov": None}, {})],
+    ids=["added", "removed", "without_a_value_and_removed"],
+)
+def test_checkpoints_stay_valid_when_a_script_gains_or_loses_a_flag(
+    old, new, tmp_path, capsys
+):
     path = tmp_path / "step-000000007.pt"
-    for old, new, words in (
-        ({}, {"nesterov": True}, "--nesterov None, not True"),
-        ({"nesterov": True}, {}, "--nesterov True, not None"),
-    ):
-        make(tmp_path, **old).save(7, SUMS)
+    make(tmp_path, lr=0.1, **old).save(7, SUMS)
+    assert make(tmp_path, lr=0.1, **new).load(path)["step"] == 7
+    with pytest.raises(SystemExit, match="^2$"):
+        make(tmp_path, lr=0.2, **new).load(path)
+    assert "was written with --lr 0.1, not 0.2; use the same" in error_line(capsys)
+
+
+def test_a_flag_with_a_value_in_one_run_alone_is_compared(tmp_path, capsys):
+    path = tmp_path / "step-000000007.pt"
+    for old, new in ((None, 1.0), (1.0, None)):
+        make(tmp_path, clip_grad=old).save(7, SUMS)
         with pytest.raises(SystemExit, match="^2$"):
-            make(tmp_path, **new).load(path)
-        assert f"was written with {words}; use the same flags" in error_line(capsys)
+            make(tmp_path, clip_grad=new).load(path)
+        words = f"was written with --clip-grad {old}, not {new}; use the same flags"
+        assert words in error_line(capsys)
 
 
 def test_another_data_set_or_torch_version_is_a_warning(tmp_path, capsys):
@@ -394,7 +408,7 @@ def test_a_checkpoint_that_this_process_cannot_see(tmp_path, capsys):
 def test_sharded_checkpoints_are_refused(tmp_path, capsys):
     folder = tmp_path / "step-000000004"
     folder.mkdir()
-    (folder / ".metadata").write_text("of stage 13")
+    (folder / ".metadata").write_text("of a later stage")
     ckpt = make(tmp_path)
     with pytest.raises(SystemExit, match="^2$"):
         ckpt.load(ckpt.find_latest())

@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import struct
-import subprocess
 import sys
 import termios
 
@@ -21,12 +20,13 @@ from common import lr_schedule
 from common import meters
 from common.args import ArgumentParser
 from common.model import make_model
-from nbtools import lesson
-from tests.harness import assert_one_error_line
-from tests.harness import fork
-from tests.harness import load_stage
-from tests.harness import train_in_forks
-from tools.stages import ROOT
+from tests.training import assert_one_error_line
+from tests.training import load_stage
+from tests.training import run_stage
+from tests.training import train_in_forks
+from tools.stages import first_with
+
+FIRST = first_with("images")
 
 
 def arguments(*words):
@@ -114,7 +114,7 @@ def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
     before = cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32
     flags = [*(["--tf32"] * tf32), *(["--no-deterministic"] * (not deterministic))]
     try:
-        load_stage("01_single_gpu").setup(arguments(*flags))
+        load_stage(FIRST).setup(arguments(*flags))
         assert cudnn.deterministic == deterministic
         assert cudnn.allow_tf32 == matmul.allow_tf32 == tf32
     finally:
@@ -124,7 +124,7 @@ def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
 @pytest.mark.parametrize("name", ["channels_last", "contiguous"])
 def test_a_stage_trains_in_the_memory_format_asked_for(name, device, tmp_path):
     flags = ["--epochs", "1", "--memory-format", name, "--device", device]
-    done = train_in_forks("01_single_gpu", 1, flags, tmp_path)
+    done = train_in_forks(FIRST, 1, flags, tmp_path)
     weights = checkpoint.load(done.weights).values()
     kernels = [w for w in weights if w.dim() == 4 and w.shape[1] > 1 and w.shape[2] > 1]
     assert len(kernels) == 6  # a kernel of one channel, or of one pixel, is both
@@ -185,8 +185,8 @@ def test_pretrained_keeps_all_but_the_last_layer(monkeypatch):
 
 @pytest.fixture
 def done(trained):
-    """Stage 01, trained for three epochs."""
-    return trained("01_single_gpu", 1, "--epochs", "3", how=train_in_forks)
+    """The first stage, trained for three epochs."""
+    return trained(FIRST, 1, "--epochs", "3", how=train_in_forks)
 
 
 def test_out_dir_holds_metrics_and_weights_that_load_safely(done, trained):
@@ -196,7 +196,8 @@ def test_out_dir_holds_metrics_and_weights_that_load_safely(done, trained):
     assert {"epoch", "train", "val"} == set(done.rows[0])
     metrics = {"loss", "acc1", "acc5", "count", "seconds"}
     assert metrics == set(done.rows[0]["train"]) == set(done.rows[0]["val"])
-    wrapped = trained("02_dataparallel", 1, "--epochs", "1", how=train_in_forks)
+    stage = first_with("dataparallel")
+    wrapped = trained(stage, 1, "--epochs", "1", how=train_in_forks)
     for path in (done.weights, wrapped.weights):
         weights = torch.load(path, weights_only=True)
         assert not [name for name in weights if name.startswith("module.")]
@@ -207,15 +208,15 @@ def test_evaluate_only_evaluates(done, tmp_path, device):
     best = max(done.rows, key=lambda row: row["val"]["acc1"])["val"]
     flags = ["--evaluate", done.weights.parent / "best.pt", "--device", device]
     flags += ["--out-dir", tmp_path / "out"]
-    again = fork(ROOT / "01_single_gpu/train.py", flags, tmp_path / "x")()
+    again = run_stage(FIRST, 1, flags, tmp_path)
     assert again.stdout == f"val {meters.format_metrics(best)}\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_a_prefix_of_a_wrapper_is_named(tmp_path):
     checkpoint.save({"module.weight": torch.zeros(3, 2)}, tmp_path / "wrapped.pt")
-    options = ["--evaluate", tmp_path / "wrapped.pt", "--device", "cpu"]
-    done = fork(ROOT / "01_single_gpu/train.py", options, tmp_path / "x")()
+    flags = ["--evaluate", tmp_path / "wrapped.pt", "--device", "cpu"]
+    done = run_stage(FIRST, 1, flags, tmp_path, code=2)
     assert_one_error_line(done, "its names begin with 'module.'")
 
 
@@ -267,48 +268,3 @@ def test_loading_runs_no_code_from_the_file(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"{name} is missing, truncated"):
             checkpoint.load(name)
     assert not (tmp_path / "was-run").exists()
-
-
-def test_run_raises_when_the_child_fails_and_when_it_should_have_failed(capsys):
-    exits_with_3 = "python -c 'raise SystemExit(3)'"
-    with pytest.raises(subprocess.CalledProcessError):
-        lesson.run(exits_with_3)
-    with pytest.raises(subprocess.CalledProcessError):
-        lesson.run("python -c pass", fails=True)
-    assert lesson.run(exits_with_3, fails=True).returncode == 3
-    with pytest.raises(subprocess.CalledProcessError):
-        lesson.run("python -c 'import time; time.sleep(60)'", seconds=0.5)
-    capsys.readouterr()
-    show = """A=1 python -c 'import os, sys; print(os.environ["A"], sys.argv[1])' \\
-  $WORK/a"""
-    assert lesson.run(show).stdout == "1 $WORK/a\n"
-    assert capsys.readouterr().out == f"$ {show}\n1 $WORK/a\n"
-
-
-def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
-    lesson.grep(r"b\d", "a1\nb2\nc [/x/y.cc:12] b3 d")
-    assert capsys.readouterr().out == "b2\nc b3 d\n"
-    with pytest.raises(ValueError, match="no line"):
-        lesson.grep("x", "a\nb")
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "[/x/y.cc:12] Timed out waiting 5000ms for send operation to complete",
-        "[/x/y.cc:34] Application timeout caused pair closure",
-    ],
-)
-def test_grep_shows_both_of_gloos_messages_for_a_timeout_alike(message, capsys):
-    lesson.grep("Error", f"a\n[rank0]: RuntimeError: {message}\nb")
-    shown = "[rank0]: RuntimeError: <Timed out waiting ...>\n"
-    assert capsys.readouterr().out == shown
-
-
-def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
-    checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
-    checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
-    checkpoint.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
-    assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
-    with pytest.raises(ValueError, match="module.w"):
-        lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")

@@ -17,13 +17,11 @@ from torchvision import datasets
 from common import data
 from common import loader
 from common.args import ArgumentParser
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
 from tests.fault_injection import use_mirror
-from tests.harness import LAUNCHED
-from tests.harness import LAUNCHERS
-from tests.harness import fork_ranks
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tests.training import run_stage
+from tools.stages import first_with
+from tools.stages import with_feature
 
 STATE = np.random.RandomState(0)
 
@@ -168,19 +166,24 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
     assert sum(torch.equal(a, b) for a, b in zip(images, other_seed, strict=True)) < 10
 
 
+@pytest.mark.parametrize("kind", ["images", "text"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_workers_change_nothing(cifar, workers):
+def test_loader_workers_change_nothing(cifar, kind, workers):
     """Workers live longer than an epoch, and see the number of the next one."""
     args = arguments("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
     args.workers = workers
     train_set, _ = data.load_data(args)
+    if kind == "text":
+        text = torch.arange(210, dtype=torch.uint8)
+        train_set = data.TextInMemory(text, 5, recut=True)
     options = loader.loader_options(args)
     assert options["persistent_workers"] == (workers > 0)
     batches = torch.utils.data.DataLoader(train_set, batch_size=10, **options)
     for epoch in (3, 4):
         train_set.epoch = epoch
-        images = torch.cat([batch for batch, _ in batches])
-        assert torch.equal(images, train_set.__getitems__(list(range(40)))[0])
+        samples = torch.cat([batch for batch, _ in batches])
+        expected, _ = train_set.__getitems__(list(range(len(train_set))))
+        assert torch.equal(samples, expected)
 
 
 def test_workers_by_default(monkeypatch):
@@ -195,7 +198,7 @@ def test_workers_by_default(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert loader.num_workers(args) == workers
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    args.nproc = 4  # stages 04 and 05 start the processes themselves
+    args.nproc = 4  # of a stage that starts the processes itself
     assert loader.num_workers(args) == 3
     args.workers = 5
     assert loader.num_workers(args) == 5
@@ -215,27 +218,23 @@ def test_an_image_file_of_any_kind_is_read(name, mode, tmp_path):
     assert worst <= (6 if name.endswith("jpg") else 0)
 
 
-def assert_trains(flags, folder):
-    """Train stage 01 for an epoch of two batches."""
-    (end,) = fork_ranks(stages()[0], 1, [*flags, "--epochs", "1"], folder)
-    done = end()
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1 2/2" in done.stderr and "epoch 1: " in done.stdout
-
-
 def test_fashionmnist_by_the_script(tmp_path, device):
     raw = tmp_path / "FashionMNIST/raw"
     raw.mkdir(parents=True)
     for name, content in fashion_files().items():
         (raw / name).write_bytes(content)
-    flags = ["--data", "fashionmnist", "--data-dir", tmp_path, "--device", device]
-    assert_trains(flags, tmp_path / "run")
+    flags = ["--data", "fashionmnist", "--data-dir", tmp_path, "--epochs", "1"]
+    flags += ["--device", device]
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run")
+    assert "epoch 1 2/2" in done.stderr
 
 
 def test_image_folder_by_the_script(folder_of_images, tmp_path, device):
-    flags = ["--data", "imagefolder", "--data-dir", folder_of_images]
+    flags = ["--data", "imagefolder", "--data-dir", folder_of_images, "--epochs", "1"]
     flags += ["--image-size", "32", "--batch-size", "12", "--workers", "1"]
-    assert_trains([*flags, "--device", device], tmp_path / "run")
+    flags += ["--device", device]
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run")
+    assert "epoch 1 2/2" in done.stderr
 
 
 def test_image_folder_is_cropped_at_random_but_reproducibly(folder_of_images):
@@ -273,9 +272,8 @@ class Counter(http.server.SimpleHTTPRequestHandler):
 @pytest.mark.parametrize(
     "stage",
     [
-        swept_unless(stage == LAUNCHERS[0], stage)
-        for stage in LAUNCHED
-        if not trains_on_text(stage)
+        only_in_sweep(stage, unless=stage == first_with("torchrun"))
+        for stage in with_feature("images", "torchrun")
     ],
 )
 def test_three_ranks_download_once(stage, tmp_path):
@@ -291,12 +289,10 @@ def test_three_ranks_download_once(stage, tmp_path):
         flags = ["--data", "fashionmnist", "--data-dir", tmp_path / "data"]
         flags += ["--download", "--epochs", "1", "--device", "cpu"]
         prepare = partial(use_mirror, url)
-        ends = fork_ranks(stage, 3, flags, tmp_path / "run", prepare=prepare)
-        done = [end() for end in ends]
+        done = run_stage(stage, 3, flags, tmp_path / "run", prepare=prepare)
         server.shutdown()
-    assert [one.returncode for one in done] == [0] * len(ends), done
-    assert "3 processes on gloo" in done[0].stdout
-    assert not any(one.stdout for one in done[1:])
+    assert "3 processes on gloo" in done.ranks[0].stdout
+    assert not any(one.stdout for one in done.ranks[1:])
     # torchvision asks twice for a file that it downloads once: the first time to see
     # where the address leads.
     assert sorted(Counter.asked) == sorted(

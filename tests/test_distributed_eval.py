@@ -1,6 +1,4 @@
-"""Stage 07: each process evaluates its own shard, and the sums are those of the set."""
-
-import types
+"""Each process evaluates a shard of its own; the sums are those of the whole set."""
 
 import pytest
 import torch
@@ -9,77 +7,63 @@ from hypothesis import settings
 from hypothesis import strategies
 from torch import distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import TensorDataset
 
 from nbtools.sections import sections
-from tests.conftest import swept_unless
-from tests.harness import assert_one_error_line
-from tests.harness import call_in_forks
-from tests.harness import fork
-from tests.harness import fork_ranks
-from tests.harness import give_sets
-from tests.harness import little_work
-from tests.harness import load_stage_for_vectors
-from tests.harness import shards_the_weights
-from tests.harness import train_in_forks
-from tools.stages import ROOT
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tests.conftest import only_in_sweep
+from tests.training import assert_one_error_line
+from tests.training import load_stage_for_vectors
+from tests.training import replace_data
+from tests.training import run_stage
+from tests.training import small_workload
+from tests.training import stage_args
+from tests.training import train_in_forks
+from tools.harness import call_in_forks
+from tools.stages import features
+from tools.stages import first_with
+from tools.stages import with_feature
 
-SHARDED = stages()[6:]
-ON_IMAGES = [stage for stage in SHARDED if not trains_on_text(stage)]
-FIRST = SHARDED[0]
+EVALUATING = with_feature("exact_eval")
+FIRST = EVALUATING[0]
 SIZES = (1, 2, 3, 4, 7, 60, 61, 101, 297)
+DEFAULT = ((FIRST, 1), (FIRST, 2), (FIRST, 5), (first_with("shards"), 3))
+each_stage = pytest.mark.parametrize(
+    "stage", [only_in_sweep(s, unless=s == FIRST) for s in EVALUATING]
+)
 
 
-class Numbers(Dataset):
-    """n "images" of 3 random values, and their classes, one of six."""
+class Vectors(TensorDataset):
+    """n vectors of 3 random numbers, and their classes, one of six."""
 
     classes = 6
 
     def __init__(self, n):
         generator = torch.Generator().manual_seed(n)
-        self.images = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(6, (n,), generator=generator)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return self.images[index], self.labels[index]
+        numbers = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+        super().__init__(numbers, torch.randint(6, (n,), generator=generator))
 
     def __getitems__(self, indices):
-        return self.images[indices], self.labels[indices]
+        return self[indices]  # a batch, which may be empty
 
 
-def arguments(**others):
-    """Return what the functions of a stage's script read of the flags."""
-    values = {"device": torch.device("cpu"), "dtype": torch.float64, "amp": "off"}
-    values |= {"workers": 0, "seed": 0, "grad_accum_steps": 1, "save_logits": None}
-    return types.SimpleNamespace(**{**values, **others})
+# ---- shards --------------------------------------------------------------------------
+def val_loader(module, n, batch_size):
+    """Return the validation loader of this process, for a set of n vectors."""
+    replace_data(module, Vectors(batch_size), Vectors(n))
+    args = stage_args(module, "--batch-size", batch_size)
+    return module.make_loaders(args)[1]
 
 
-def val_loaders(stage, n, processes, batch_size):
-    """Return the validation loader of each process, by the stage's own code."""
-    module, loaders = load_stage_for_vectors(stage), []
-    give_sets(module, Numbers(processes * batch_size), Numbers(n))
-    module.DistributedSampler = lambda *_, **__: None
-    for rank in range(processes):
-        module.dist = types.SimpleNamespace(
-            get_rank=lambda rank=rank: rank,
-            get_world_size=lambda: processes,
-            barrier=lambda: None,
-        )
-        args = arguments(batch_size=processes * batch_size)
-        loaders.append(module.make_loaders(args)[1])
-    return loaders
+@pytest.mark.parametrize("stage", EVALUATING)
+@pytest.mark.parametrize("examples", [40, only_in_sweep(300)])
+def test_every_sample_is_evaluated_once(stage, examples):
+    """By the loaders of up to 16 processes: this one is each of them in turn.
 
+    What the fake processes exchange is lost; `make_loaders` only waits for the others.
+    """
+    module = load_stage_for_vectors(stage)
 
-@pytest.mark.parametrize(
-    "stage, examples",
-    [swept_unless(n == 40, s, n) for s in SHARDED for n in (40, 300)],
-)
-def test_every_image_is_evaluated_once(stage, examples):
     @settings(max_examples=examples, deadline=None, database=None)
     @given(
         n=strategies.integers(1, 200),
@@ -87,58 +71,30 @@ def test_every_image_is_evaluated_once(stage, examples):
         batch_size=strategies.integers(1, 70),
     )
     def check(n, processes, batch_size):
-        loaders = val_loaders(stage, n, processes, batch_size)
-        nothing = torch.empty(0, 3, dtype=torch.float64)
-        shards = [torch.cat([nothing, *(im for im, _ in one)]) for one in loaders]
+        shards, lengths = [], set()
+        for rank in range(processes):
+            options = {"rank": rank, "world_size": processes, "store": FakeStore()}
+            dist.init_process_group("fake", **options)
+            loader = val_loader(module, n, processes * batch_size)
+            dist.destroy_process_group()
+            batches = [batch for batch, _ in loader]
+            assert all(len(batch) <= batch_size for batch in batches)
+            nothing = torch.empty(0, 3, dtype=torch.float64)
+            shards.append(torch.cat([nothing, *batches]))
+            lengths.add(len(loader))
         sizes = [len(shard) for shard in shards]
-        assert sum(sizes) == n
-        assert max(sizes) - min(sizes) <= 1
-        assert all(len(images) <= batch_size for one in loaders for images, _ in one)
-        if shards_the_weights(stage):  # a rank without a batch would be waited for
-            assert len({len(one) for one in loaders}) == 1
+        assert sum(sizes) == n and max(sizes) - min(sizes) <= 1
+        if "shards" in features(stage):  # a rank without a batch would be waited for
+            assert len(lengths) == 1
         whole = torch.full((n, 3), torch.nan, dtype=torch.float64)
         for rank, shard in enumerate(shards):
             whole[rank::processes] = shard
-        assert torch.equal(whole, Numbers(n).images)
+        assert torch.equal(whole, Vectors(n).tensors[0])
 
     check()
 
 
-@pytest.mark.parametrize(
-    "stage, examples",
-    [swept_unless(n == 20, s, n) for s in SHARDED for n in (20, 150)],
-)
-def test_the_sums_of_the_shards_are_those_of_the_set(stage, examples):
-    """The stage's own evaluation, with an all_reduce that adds to a common total."""
-
-    @settings(max_examples=examples, deadline=None, database=None)
-    @given(
-        n=strategies.integers(1, 120),
-        processes=strategies.integers(1, 9),
-        batch_size=strategies.integers(1, 40),
-    )
-    def check(n, processes, batch_size):
-        total, model = torch.zeros(4, dtype=torch.float64), nn.Linear(3, 6).double()
-        module = load_stage_for_vectors(stage)
-        module.is_main_process = lambda: False
-
-        def add_up(sums):
-            total.add_(sums)
-            sums.fill_(1)  # a shard may hold no image, the set always does
-
-        module.dist = types.SimpleNamespace(all_reduce=add_up)
-        for loader in val_loaders(stage, n, processes, batch_size):
-            module.evaluate(arguments(), model, loader)
-        images, labels = Numbers(n).images, Numbers(n).labels
-        output = model(images)
-        ranks = (output > output.gather(1, labels[:, None])).sum(1)
-        assert total[1:].tolist() == [(ranks < 1).sum(), (ranks < 5).sum(), n]
-        loss = nn.functional.cross_entropy(output, labels, reduction="sum").item()
-        assert total[0].item() == pytest.approx(loss, rel=1e-5)
-
-    check()
-
-
+# ---- metrics and logits --------------------------------------------------------------
 def small_model():
     """Return a model with batch norm, always with the same weights."""
     torch.manual_seed(0)
@@ -147,131 +103,114 @@ def small_model():
 
 
 def evaluate_in_rank(stage, rank, processes, folder):
-    """Be one process: evaluate sets of all sizes. Batch norm's statistics differ."""
+    """Be one process: evaluate sets of all sizes.
+
+    Batch norm's statistics differ, where there may be batch norm: models of images.
+    """
     torch.set_num_threads(1)
-    store = f"file://{folder}/rendezvous-{processes}"
+    store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", store, rank=rank, world_size=processes)
     module, metrics = load_stage_for_vectors(stage), {}
     for n in SIZES:
         model = small_model()
-        model[1].running_mean += rank  # in training each rank sees its own images
-        model[1].running_var *= 1 + rank
-        give_sets(module, Numbers(60), Numbers(n))
-        file = folder / f"{processes}-{n}.pt"
-        args = arguments(batch_size=60, save_logits=file)
+        if "images" in features(stage):
+            model[1].running_mean += rank  # in training each rank sees its own samples
+            model[1].running_var *= 1 + rank
+        replace_data(module, Vectors(60), Vectors(n))
+        flags = ("--dtype", "float64", "--save-logits", folder / f"{n}.pt")
+        args = stage_args(module, *flags)
         _, loader = module.make_loaders(args)
         metrics[n] = module.evaluate(args, model, loader)
-    torch.save(metrics, folder / f"{processes}-rank{rank}.pt")
+    torch.save(metrics, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
-    """Return a function: let 1 to 5 processes evaluate; return their folder."""
-    folders = {}
-
-    def get(stage, *numbers):
-        folder = folders.setdefault(stage, tmp_path_factory.mktemp("evaluated"))
-        for processes in numbers:
-            if (folder / f"{processes}-rank0.pt").exists():
-                continue
-            calls = [(stage, rank, processes, folder) for rank in range(processes)]
-            call_in_forks(evaluate_in_rank, calls)
-        return folder
-
-    return get
-
-
-def is_default(stage, processes):
-    return (stage, processes) in ((FIRST, 1), (FIRST, 2), (FIRST, 5), (SHARDED[-1], 3))
 
 
 @pytest.mark.parametrize(
     "stage, processes",
-    [swept_unless(is_default(s, n), s, n) for s in SHARDED for n in range(1, 6)],
+    [
+        only_in_sweep(stage, n, unless=(stage, n) in DEFAULT)
+        for stage in EVALUATING
+        for n in range(1, 6)
+    ],
 )
-def test_any_number_of_processes_gives_the_same_metrics_and_logits(
-    evaluated, stage, processes
+def test_any_number_of_processes_gets_the_metrics_and_logits_of_the_set(
+    stage, processes, tmp_path
 ):
-    """Rank 0's batch norm statistics are the ones that count, and the ones saved."""
-    folder = evaluated(stage, 1, processes)
-    one = torch.load(folder / "1-rank0.pt")
-    assert list(one) == list(SIZES)
-    for rank in range(processes):
-        several = torch.load(folder / f"{processes}-rank{rank}.pt")
-        for n in SIZES:
-            assert several[n]["count"] == n
-            assert several[n]["acc1"] == one[n]["acc1"]
-            assert several[n]["acc5"] == one[n]["acc5"]
-            assert several[n]["loss"] == pytest.approx(one[n]["loss"], rel=1e-12)
+    """Rank 0's batch norm statistics are the ones that count, and the ones saved.
+
+    With fewer samples than processes, some shards are empty.
+    """
+    calls = [(stage, rank, processes, tmp_path) for rank in range(processes)]
+    call_in_forks(evaluate_in_rank, calls)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(processes)]
     for n in SIZES:
-        logits = torch.load(folder / f"{processes}-{n}.pt")
-        assert logits.shape == (n, 6) and logits.dtype == torch.float64
-        expected = small_model().eval()(Numbers(n).images)
-        assert torch.allclose(logits, expected, atol=1e-12)
+        numbers, labels = Vectors(n).tensors
+        logits = small_model().eval()(numbers)
+        better = (logits > logits.gather(1, labels[:, None])).sum(1)
+        loss = nn.functional.cross_entropy(logits, labels).item()
+        for metrics in ranks:
+            assert metrics[n]["count"] == n
+            assert metrics[n]["acc1"] == 100 * (better < 1).sum().item() / n
+            assert metrics[n]["acc5"] == 100 * (better < 5).sum().item() / n
+            assert metrics[n]["loss"] == pytest.approx(loss, rel=1e-12)
+        saved = torch.load(tmp_path / f"{n}.pt")
+        assert saved.shape == (n, 6) and saved.dtype == torch.float64
+        assert torch.allclose(saved, logits, atol=1e-12)
 
 
 def test_later_stages_evaluate_by_the_same_lines():
-    """So what is shown of stage 07 in whole runs holds for them, too.
-
-    With text, a few of them name other data; what the processes exchange is the same.
-    """
-    texts = {stage: sections(stage)["5. evaluation"] for stage in SHARDED}
-    for kind in (False, True):
-        alike = [text for s, text in texts.items() if trains_on_text(s) == kind]
-        assert all(text == alike[0] for text in alike)
-    others = {
-        tuple(line for line in text if "dist." in line or "meter" in line)
-        for text in texts.values()
-    }
-    assert len(others) == 1 and len(others.pop()) >= 6
+    """So what is shown of the first one in whole runs holds for them, too."""
+    for kind in ("images", "text"):
+        texts = [
+            sections(stage)["5. evaluation"]
+            for stage in EVALUATING
+            if kind in features(stage)
+        ]
+        assert all(text == texts[0] for text in texts)
 
 
-@pytest.mark.parametrize("stage", [swept_unless(s == FIRST, s) for s in SHARDED])
+@each_stage
 def test_saved_logits_are_those_of_the_saved_weights(stage, tmp_path, several, device):
     """A set of 21 images, or of 12 windows, in bf16, by two processes and by one."""
-    work = little_work(stage, 108)
-    fake = [*work.flags, "--batch-size", "12"]
-    fake += ["--epochs", "2", "--amp", "bf16", "--device", device]
+    work = small_workload(stage, 108)
+    flags = [*work.flags, "--batch-size", "12"]
+    flags += ["--epochs", "2", "--amp", "bf16", "--device", device]
     first, second = tmp_path / "first.pt", tmp_path / "second.pt"
-    done = train_in_forks(stage, several, [*fake, "--save-logits", first], tmp_path)
-    evaluate = ["--evaluate", done.weights, "--save-logits", second]
-    (end,) = fork_ranks(stage, 1, [*fake, *evaluate], tmp_path / "again")
-    assert end().stdout.startswith("val loss ")
-    logits, again = torch.load(first), torch.load(second)
+    done = train_in_forks(stage, several, [*flags, "--save-logits", first], tmp_path)
+    flags += ["--evaluate", done.weights, "--save-logits", second]
+    again = run_stage(stage, 1, flags, tmp_path / "again")
+    assert again.stdout.startswith("val loss ")
+    logits, others = torch.load(first), torch.load(second)
     assert logits.shape == work.logits and logits.dtype == torch.float32
-    assert torch.allclose(logits, again, atol=1e-2)
+    assert torch.allclose(logits, others, atol=1e-2)
 
 
 # 15 images for training are 3 for evaluation; 8 are 1, and a shard is empty.
 @pytest.mark.parametrize(
     "stage, images",
     [
-        swept_unless((s, n) == (FIRST, "15"), s, n)
-        for s in ON_IMAGES
-        for n in ("15", "8")
+        only_in_sweep(stage, images, unless=(stage, images) == (FIRST, "15"))
+        for stage in with_feature("exact_eval", "images")
+        for images in ("15", "8")
     ],
 )
 def test_a_resnet18_gets_the_metrics_of_its_saved_weights(
     stage, images, trained, several, device, tmp_path
 ):
     """Batch norm's statistics are buffers: rank 0's are evaluated, and saved."""
-    small = ["--arch", "resnet18", "--data", "fake", "--image-size", "8"]
-    small += ["--images", images, "--batch-size", "4", "--dtype", "float64"]
-    small += ["--lr", "0.001"]
-    done = trained(stage, several, *small, "--epochs", "1", how=train_in_forks)
-    flags = [*small, "--evaluate", done.weights, "--device", device]
-    (end,) = fork_ranks(stage, 1, flags, tmp_path)
-    again = end()
+    flags = ["--arch", "resnet18", "--data", "fake", "--image-size", "8"]
+    flags += ["--images", images, "--batch-size", "4", "--dtype", "float64"]
+    flags += ["--lr", "0.001"]
+    done = trained(stage, several, *flags, "--epochs", "1", how=train_in_forks)
+    flags += ["--evaluate", done.weights, "--device", device]
+    again = run_stage(stage, 1, flags, tmp_path)
     assert again.stdout.startswith("val loss ")
     assert done.epochs[0].endswith(again.stdout.strip())
 
 
-@pytest.mark.parametrize(
-    "stage, where",
-    [swept_unless(s == FIRST, s, where) for s in SHARDED for where in ("", "none/x")],
-)
+@pytest.mark.parametrize("where", ["", "none/x"])
+@each_stage
 def test_save_logits_needs_a_file_that_can_be_written(stage, where, tmp_path):
     flags = ["--save-logits", tmp_path / where]
-    done = fork(ROOT / stage / "train.py", flags, tmp_path)()
+    done = run_stage(stage, 1, flags, tmp_path, code=2)
     assert_one_error_line(done, "--save-logits: ")

@@ -1,11 +1,10 @@
-"""Stage 12: each process holds its shards, and what is exchanged, saved and loaded.
+"""Each process holds its shards of the weights: what is exchanged, saved and loaded.
 
 That it trains the same weights, resumes and stops at a signal is shown in the tests
 that do so for every stage.
 """
 
 import functools
-import re
 
 import pytest
 import torch
@@ -18,48 +17,43 @@ from common.full_state import FullModel
 from common.full_state import FullOptimizer
 from common.model import GPT
 from common.model import decay_groups
-from nbtools.lesson import max_abs_diff
 from tests import fsdp_ranks
-from tests.conftest import swept_unless
-from tests.fault_injection import signalled
-from tests.harness import call_in_forks
-from tests.harness import counts
-from tests.harness import fork_ranks
-from tests.harness import little_work
-from tests.harness import plain
-from tests.harness import sharded
-from tests.harness import shards_the_weights
-from tests.harness import train_in_forks
+from tests.conftest import only_in_sweep
 from tests.resume_harness import NEVER
 from tests.resume_harness import Run
-from tests.resume_harness import exit_codes
 from tests.resume_harness import resumed_from
+from tests.training import DOUBLE
+from tests.training import assert_one_error_line
+from tests.training import counts
+from tests.training import plain
+from tests.training import run_stage
+from tests.training import sharded
+from tests.training import small_workload
+from tests.training import train_in_forks
+from tools.harness import call_in_forks
+from tools.stages import first_with
 from tools.stages import reference
-from tools.stages import stages
+from tools.stages import with_feature
+from tools.weights import max_abs_diff
 
-SHARDED = [stage for stage in stages() if shards_the_weights(stage)]
-STAGE = SHARDED[0]
+SHARDED = with_feature("shards")
+STAGE = first_with("shards")
 PLAIN = reference(STAGE)
 SMALL = ("--width", "20", "--heads", "2")
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
 
 
 # ---- steps, seen from inside ---------------------------------------------------------
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     """Return a function: let processes take two steps; return what each has seen."""
-    seen = {}
 
-    def get(processes, stage=STAGE, **options):
-        key = (processes, stage, *sorted(options.items()))
-        if key not in seen:
-            folder = tmp_path_factory.mktemp("steps")
-            take_steps = functools.partial(fsdp_ranks.take_steps, **options)
-            ranks = range(processes)
-            calls = [(take_steps, rank, processes, folder, stage) for rank in ranks]
-            call_in_forks(fsdp_ranks.in_group, calls)
-            seen[key] = [torch.load(folder / f"{n}.pt") for n in range(processes)]
-        return seen[key]
+    @functools.cache
+    def get(processes, stage, *flags):
+        folder, ranks = tmp_path_factory.mktemp("steps"), range(processes)
+        before = (processes, folder, stage)
+        calls = [(fsdp_ranks.take_steps, rank, *before, *flags) for rank in ranks]
+        call_in_forks(fsdp_ranks.in_group, calls)
+        return [torch.load(folder / f"{rank}.pt") for rank in ranks]
 
     return get
 
@@ -75,7 +69,7 @@ def shard_sizes(weights, processes):
 
 @pytest.mark.parametrize(
     "stage, processes",
-    [swept_unless(n < 4, s, n) for s in SHARDED for n in range(1, 5)],
+    [only_in_sweep(s, n, unless=n < 4) for s in SHARDED for n in range(1, 5)],
 )
 def test_a_process_holds_its_shards_of_weights_gradients_and_states(
     stage, processes, steps
@@ -84,7 +78,7 @@ def test_a_process_holds_its_shards_of_weights_gradients_and_states(
 
     With three processes the shards are uneven, since 256 rows and 20 are not divisible.
     """
-    seen = steps(processes, stage)
+    seen = steps(processes, stage, "--dtype", "float64")
     weights = seen[0]["weights"]
     expected = shard_sizes(weights, processes)
     total = sum(weight.numel() for weight in weights.values())
@@ -102,11 +96,11 @@ def test_a_process_holds_its_shards_of_weights_gradients_and_states(
 @pytest.mark.parametrize(
     "processes, dtype, tolerance",
     [
-        (2, torch.float64, 1e-12),
-        (3, torch.float64, 1e-12),
-        (2, torch.float32, 1e-6),
-        swept_unless(False, 4, torch.float64, 1e-12),
-        swept_unless(False, 3, torch.float32, 1e-6),
+        (2, "float64", 1e-12),
+        (3, "float64", 1e-12),
+        (2, "float32", 1e-6),
+        only_in_sweep(4, "float64", 1e-12),
+        only_in_sweep(3, "float32", 1e-6),
     ],
 )
 def test_the_norm_and_the_weights_are_those_of_one_process(
@@ -117,8 +111,8 @@ def test_the_norm_and_the_weights_are_those_of_one_process(
     A sum in place of an average would hardly change AdamW's steps. In float64 torch
     averages in another way than in float32, so both are tested.
     """
-    (one,) = steps(1, stage, dtype=dtype)
-    several = steps(processes, stage, dtype=dtype)
+    (one,) = steps(1, stage, "--dtype", dtype)
+    several = steps(processes, stage, "--dtype", dtype)
     assert len(one["norms"]) == 2
     for rank in several:
         assert rank["norms"] == several[0]["norms"]
@@ -130,9 +124,12 @@ def test_the_norm_and_the_weights_are_those_of_one_process(
 
 
 def kinds(rank, name):
-    """Return the number, the dtypes and the sum of bytes of a rank's collectives."""
-    seen = [one for one in rank["collectives"] if one[0] == name]
-    return len(seen), {dtype for _, dtype, _ in seen}, sum(size for *_, size in seen)
+    """Return the number, the dtypes and the sum of bytes of a rank's collectives.
+
+    Not of those that exchange metrics: each rank gives the four sums of its Meter.
+    """
+    seen = [one for one in rank["collectives"] if one[0] == name and one[2] > 32]
+    return len(seen), {one[1] for one in seen}, sum(whole for *_, whole in seen)
 
 
 def bytes_of(weights):
@@ -142,21 +139,20 @@ def bytes_of(weights):
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("keep_unsharded", [False, True])
+@pytest.mark.parametrize("flags", [(), ("--keep-unsharded",)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_collectives_of_a_step(stage, micro_batches, keep_unsharded, steps):
+def test_collectives_of_a_step(stage, micro_batches, flags, steps):
     """Of four blocks, and of the weights in no block.
 
     A forward pass gathers all five. A backward pass gathers the blocks again, if they
     were not kept. Gradients are reduced once per step, after the last micro-batch.
     """
-    options = {"keep_unsharded": keep_unsharded, "grad_accum_steps": micro_batches}
-    seen = steps(2, stage, **options)
+    seen = steps(2, stage, "--grad-accum-steps", str(micro_batches), *flags)
     whole, blocks = bytes_of(seen[0]["weights"])
     for rank in seen:
         gathered, _, gathered_bytes = kinds(rank, "all_gather")
-        assert gathered == micro_batches * (5 if keep_unsharded else 9)
-        again = 0 if keep_unsharded else blocks
+        assert gathered == micro_batches * (5 if flags else 9)
+        again = 0 if flags else blocks
         assert gathered_bytes == micro_batches * (whole + again)
         assert kinds(rank, "reduce_scatter")[::2] == (5, whole)
 
@@ -164,9 +160,9 @@ def test_collectives_of_a_step(stage, micro_batches, keep_unsharded, steps):
 @pytest.mark.parametrize("stage", SHARDED)
 def test_weights_are_kept_unsharded_only_within_a_step(stage, steps):
     """So the flag changes no weight, and not what is held between two steps."""
-    options = {"keep_unsharded": True, "grad_accum_steps": 1}
-    ranks = zip(steps(2, stage), steps(2, stage, **options), strict=True)
-    for one, other in ranks:
+    kept = steps(2, stage, "--grad-accum-steps", "1", "--keep-unsharded")
+    usual = steps(2, stage, "--grad-accum-steps", "1")
+    for one, other in zip(usual, kept, strict=True):
         for name in ("params", "grads", "states"):
             assert one[name] == other[name]
         assert other["memory"] <= one["memory"] + 2000
@@ -177,20 +173,35 @@ def test_weights_are_kept_unsharded_only_within_a_step(stage, steps):
 
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize(
-    "amp, dtype",
-    [("bf16", torch.bfloat16), swept_unless(False, "fp16", torch.float16)],
+    "amp, dtype", [("bf16", torch.bfloat16), only_in_sweep("fp16", torch.float16)]
 )
 def test_mixed_precision_gathers_16_bits_and_averages_in_32(stage, amp, dtype, steps):
-    seen = steps(2, stage, dtype=torch.float32, amp=amp)
+    seen = steps(2, stage, "--amp", amp)
     whole, blocks = bytes_of(seen[0]["weights"])
     for rank in seen:
         assert kinds(rank, "all_gather") == (9, {dtype}, (whole + blocks) // 2)
         assert kinds(rank, "reduce_scatter") == (5, {torch.float32}, whole)
         assert rank["params"] == whole // 2  # half of them, in 32 bits
         assert rank["norms"] == seen[0]["norms"]
-    full = steps(2, stage, dtype=torch.float32)[0]["norms"]
+    full = steps(2, stage, "--dtype", "float32")[0]["norms"]
     assert seen[0]["norms"] != full
     assert seen[0]["norms"] == pytest.approx(full, rel=0.02)
+
+
+@pytest.mark.parametrize("flags", [(), only_in_sweep(("--keep-unsharded",))])
+@pytest.mark.parametrize("stage", with_feature("sharded_checkpoints"))
+def test_activations_are_computed_again(stage, flags, steps):
+    """No bit of the weights differs, less is kept, and the same is exchanged."""
+    flags = ("--dtype", "float64", *flags)
+    usual = steps(2, stage, *flags)
+    recomputed = steps(2, stage, *flags, "--activation-checkpointing")
+    for one, other in zip(usual, recomputed, strict=True):
+        assert one["norms"] == other["norms"]
+        assert one["weights"].keys() == other["weights"].keys()
+        for name, weight in one["weights"].items():
+            assert torch.equal(weight, other["weights"][name])
+        assert other["saved"] < one["saved"] / 3
+        assert one["collectives"] == other["collectives"]
 
 
 # ---- evaluation ----------------------------------------------------------------------
@@ -217,7 +228,7 @@ def test_a_text_gives_an_empty_batch():
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize(
     "samples, batch_size, processes",
-    [(300, 8, 2), (15, 2, 2), swept_unless(False, 300, 32, 4)],
+    [(300, 8, 2), (15, 2, 2), only_in_sweep(300, 32, 4)],
 )
 def test_ranks_without_a_batch_evaluate_with_the_others(
     stage, samples, batch_size, processes, device, tmp_path
@@ -225,7 +236,7 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
     """Its metrics and logits are those of the plain model with the saved weights."""
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
-    work = little_work(stage, samples)
+    work = small_workload(stage, samples)
     most, fewest = -(-work.logits[0] // processes), work.logits[0] // processes
     local = batch_size // processes
     assert -(-most // local) == -(-fewest // local) + 1
@@ -237,15 +248,13 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
     (row,) = done.rows
     assert row["val"]["count"] == work.val
     again = [*flags, "--evaluate", done.weights, "--save-logits", second]
-    (end,) = fork_ranks(PLAIN, 1, again, tmp_path / "plain")
-    assert done.epochs[0].endswith(end().stdout.strip())
+    one = run_stage(PLAIN, 1, again, tmp_path / "plain")
+    assert done.epochs[0].endswith(one.stdout.strip())
     logits = torch.load(first)
     assert logits.shape == work.logits
     assert torch.allclose(logits, torch.load(second), atol=1e-10)
-    ends = fork_ranks(stage, processes, again, tmp_path / "sharded")
-    outputs = [one() for one in ends]
-    assert [one.returncode for one in outputs] == [0] * processes, outputs
-    assert done.epochs[0].endswith(outputs[0].stdout.strip())
+    several = run_stage(stage, processes, again, tmp_path / "sharded")
+    assert done.epochs[0].endswith(several.stdout.strip())
     assert torch.allclose(logits, torch.load(second), atol=1e-10)
 
 
@@ -254,9 +263,16 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
 def saved(device, several, tmp_path_factory):
     """A run of one epoch with a checkpoint at its end."""
     folder = tmp_path_factory.mktemp("saved")
-    flags = [*little_work(STAGE, 300).flags, *SMALL, "--epochs", "1", "--sample", "0"]
+    flags = [
+        *small_workload(STAGE, 300).flags,
+        *SMALL,
+        "--epochs",
+        "1",
+        "--sample",
+        "0",
+    ]
     run = Run(STAGE, folder, device, *flags, *NEVER, processes=several)
-    assert exit_codes(run.go()) == [0] * several
+    run.run()
     return run
 
 
@@ -287,17 +303,14 @@ def test_a_run_resumes_on_one_number_of_processes_after_another(
     """Two processes, then three, then one, which differ by rounding only."""
     if 3 not in counts(device):
         pytest.skip("3 processes need as many GPUs")
-    flags = (*DOUBLE, *little_work(STAGE).flags)
-    before = 0
+    flags = (*DOUBLE, *small_workload(STAGE).flags)
+    before = []
     for processes, step in ((2, 13), (3, 30), (1, None)):
         run = Run(STAGE, tmp_path, device, *flags, *NEVER, processes=processes)
-        prepare = functools.partial(signalled, step, "SIGTERM") if step else None
-        done = run.go(prepare=prepare)
-        codes = [143 if step else 0] * processes
-        assert exit_codes(done) == codes, done
-        assert resumed_from(done[0].stdout) == ([before] if before else [])
-        before = run.latest()
-    assert before == 50
+        done = run.stop(step, "SIGTERM") if step else run.run()
+        assert resumed_from(done.stdout) == before
+        before = [run.latest()]
+    assert before == [50]
     whole = trained(PLAIN, 1, *flags, how=train_in_forks)
     assert max_abs_diff(run.out_dir / "last.pt", whole.weights) <= 1e-10
     run.assert_no_step_is_lost_or_doubled(50)
@@ -339,7 +352,7 @@ def test_a_state_is_that_of_the_plain_optimizer(taken):
 @pytest.mark.parametrize("stage", SHARDED)
 def test_on_one_process_no_bit_differs_from_a_plain_model(stage, trained):
     """In float32; on more processes the order of additions does."""
-    flags = ("--epochs", "2", *little_work(stage).flags)
+    flags = ("--epochs", "2", *small_workload(stage).flags)
     done = trained(stage, 1, *flags, how=train_in_forks)
     one = trained(PLAIN, 1, *flags, how=train_in_forks)
     assert max_abs_diff(done.weights, one.weights) == 0
@@ -347,11 +360,8 @@ def test_on_one_process_no_bit_differs_from_a_plain_model(stage, trained):
 
 
 def test_a_checkpoint_of_the_plain_stage_is_refused(device, tmp_path):
-    """It knows the weights by their numbers."""
-    flags = [*little_work(STAGE, 300).flags, *SMALL, "--epochs", "1"]
-    before = Run(PLAIN, tmp_path, device, *flags, *NEVER, processes=1)
-    assert exit_codes(before.go()) == [0]
-    run = Run(STAGE, tmp_path, device, *flags, *NEVER, processes=1)
-    (done,) = run.go()
-    assert done.returncode == 2
-    assert re.search("written with --keep-unsharded None, not False", done.stderr)
+    """Its optimizer knows the weights by their numbers, not by their names."""
+    flags = [*small_workload(STAGE, 300).flags, *SMALL, "--epochs", "1"]
+    Run(PLAIN, tmp_path, device, *flags, *NEVER, processes=1).run()
+    done = Run(STAGE, tmp_path, device, *flags, *NEVER, processes=1).run(code=2)
+    assert_one_error_line(done, "--checkpoint-dir: ")

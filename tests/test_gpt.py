@@ -1,36 +1,31 @@
-"""Stage 11: the text, the model, what it samples, and that it learns."""
+"""Language models: the text, the model, what it samples, and that it learns."""
 
 import hashlib
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from common import meters
 from common.args import TextArgumentParser
 from common.data import TextInMemory
 from common.data import load_text
-from common.loader import collate
 from common.model import GPT
 from common.model import decay_groups
 from common.model import generate
-from tests.harness import fork_ranks
-from tests.harness import little_work
-from tests.harness import load_stage
-from tools import make_text
+from tests.training import load_stage
+from tests.training import run_stage
+from tests.training import small_workload
+from tests.training import stage_args
 from tools.stages import ROOT
-from tools.stages import stages
-from tools.stages import trains_on_text
+from tools.stages import first_with
+from tools.stages import with_feature
 
 TEXT = ROOT / "common/text.txt"
 SHA256 = "f7270f9ecd991a5f862873cfc8993dfac5aa1596e4ab0c29022e067440f0a1b4"
-ON_TEXT = [stage for stage in stages() if trains_on_text(stage)]
-STAGE = ON_TEXT[0]
 
 
 def arguments(*words):
@@ -39,22 +34,10 @@ def arguments(*words):
 
 # ---- the text ------------------------------------------------------------------------
 def test_the_text_is_frozen():
-    """The notebooks show what a model learns from it; see tools/make_text.py."""
+    """The notebooks show what a model learns from it."""
     content = TEXT.read_bytes()
     assert 100_000 <= len(content) <= 300_000
     assert hashlib.sha256(content).hexdigest() == SHA256
-
-
-def test_the_text_is_from_notebooks_and_scripts_and_has_nothing_twice():
-    text = make_text.text(["01_single_gpu", "02_dataparallel"])
-    assert text.startswith("# 01 ")
-    parts = [part for part in text.splitlines() if part.strip()]
-    assert any(line.startswith("def train_one_epoch(") for line in parts)
-    script = (ROOT / "02_dataparallel/train.py").read_text().splitlines()
-    new = next(line for line in script if "nn.DataParallel(" in line)
-    old = next(line for line in script if "optimizer.zero_grad()" in line)
-    assert parts.count(new) == parts.count(old) == 1
-    assert "\n\n\n" not in text
 
 
 # ---- the data set --------------------------------------------------------------------
@@ -114,23 +97,6 @@ def test_the_cut_depends_on_seed_and_epoch_alone():
     assert [*firsts(1)] != [*firsts(2)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_that_live_on_see_the_epoch(workers):
-    train_set = TextInMemory(numbers(200), 16, recut=True)
-    loader = DataLoader(
-        train_set,
-        3,
-        collate_fn=collate,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-    )
-    for epoch in range(4):
-        train_set.epoch = epoch
-        tokens = torch.cat([tokens for tokens, _ in loader])
-        expected, _ = train_set.__getitems__(list(range(len(train_set))))
-        assert torch.equal(tokens, expected)
-
-
 def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
     path = tmp_path / "bytes"
     content = bytes(range(256)) * 4  # not UTF-8
@@ -145,16 +111,6 @@ def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
     assert len(train_set) == (921 - 10) // 10 and len(val_set) == (103 - 1) // 10
     default, _ = load_text(arguments())
     assert bytes(default.text[:100].tolist()) == TEXT.read_bytes()[:100]
-
-
-@pytest.mark.parametrize("samples", [15, 108, 1500])
-def test_a_little_work_has_as_many_samples_as_it_says(samples):
-    work = little_work(STAGE, samples)
-    train_set, val_set = load_text(arguments(*work.flags, "--batch-size", 1))
-    length = train_set.context_length
-    assert len(train_set) == samples and work.train == samples * length
-    assert work.val == len(val_set) * length
-    assert work.logits == (len(val_set), val_set.classes, length)
 
 
 # ---- the model -----------------------------------------------------------------------
@@ -364,45 +320,40 @@ def test_a_sample_depends_on_its_seed_alone(model):
 
 
 # ---- the stage -----------------------------------------------------------------------
-def test_its_defaults_are_those_of_language_models(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    args = load_stage(STAGE).parse_args()
+def test_its_defaults_are_those_of_language_models():
+    args = stage_args(load_stage(first_with("text")))
     assert (args.lr, args.weight_decay, args.clip_grad) == (3e-3, 0.1, 1.0)
     assert (args.width, args.depth, args.heads, args.sample) == (64, 2, 4, 200)
 
 
-@pytest.mark.parametrize("stage", ON_TEXT)
+@pytest.mark.parametrize("stage", with_feature("text"))
 def test_a_run_prints_bits_perplexity_and_a_sample_once(
     stage, several, device, tmp_path
 ):
     """A sample of the weights that it saved."""
-    work = little_work(stage, 300)
-    out = tmp_path / "out"
-    flags = [*work.flags, "--width", "32", "--heads", "2", "--depth", "3"]
-    flags += ["--epochs", "2", "--device", device]
-    ends = fork_ranks(stage, several, [*flags, "--out-dir", out], tmp_path)
-    done = [end() for end in ends]
-    assert [one.returncode for one in done] == [0] * len(ends), done
-    assert not any(one.stdout for one in done[1:])
+    last = tmp_path / "out/last.pt"
+    flags = [*small_workload(stage, 300).flags, "--width", "32", "--heads", "2"]
+    flags += ["--depth", "3", "--epochs", "2", "--device", device]
+    run = [*flags, "--out-dir", last.parent]
+    first, *others = run_stage(stage, several, run, tmp_path / "run").ranks
+    assert not any(one.stdout for one in others)
     pattern = (
         r"epoch \d: train .*, val loss (\S+) .*\n"
         r"val (\S+) bits per byte, perplexity (\S+)\n"
     )
-    epochs = re.findall(pattern, done[0].stdout)
+    epochs = re.findall(pattern, first.stdout)
     assert len(epochs) == 2
     for loss, bits, perplexity in epochs:
         assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-3)
         assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=2e-3)
     model = GPT(256, 8, width=32, depth=3, heads=2)
-    model.load_state_dict(torch.load(out / "last.pt"))
+    model.load_state_dict(torch.load(last))
     sample = generate(model, b"\n", 200).decode(errors="replace")
-    assert done[0].stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
-    evaluated = fork_ranks(
-        stage, 1, [*flags, "--evaluate", out / "last.pt"], tmp_path / "again"
-    )[0]()
-    assert evaluated.stdout.startswith(f"val loss {epochs[-1][0]} ")
-    ends = fork_ranks(stage, several, [*flags, "--sample", "0"], tmp_path / "none")
-    assert [end().stdout for end in ends][0].endswith(f"{epochs[-1][-1]}\n")
+    assert first.stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
+    evaluation = run_stage(stage, 1, [*flags, "--evaluate", last], tmp_path / "again")
+    assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
+    silent = run_stage(stage, several, [*flags, "--sample", "0"], tmp_path / "silent")
+    assert silent.stdout.endswith(f"{epochs[-1][-1]}\n")
 
 
 def bigram_bits(train, val):
@@ -426,6 +377,7 @@ def test_it_learns_more_than_pairs_of_bytes(trained, several):
     text = np.fromfile(TEXT, np.uint8).astype(int)
     end = len(text) * 9 // 10
     table = bigram_bits(text[:end], text[end:])
-    bits = trained(STAGE, several).rows[-1]["val"]["loss"] / math.log(2)
-    print(f"\n{STAGE}: {bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
+    done = trained(first_with("text"), several)
+    bits = done.rows[-1]["val"]["loss"] / math.log(2)
+    print(f"\n{bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
     assert bits < 0.85 * table

@@ -9,23 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests import harness
+from tests.training import DOUBLE
+from tests.training import losses
+from tests.training import replace_once
+from tests.training import train_in_forks
+from tools import harness
 from tools.stages import ROOT
+from tools.stages import first_with
 
 FOLDER = ROOT / "recipes/neighbors"
 PAGE = ROOT / "docs/neighbors.md"
-STAGE = "03_ddp_launch"
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
+STAGE = first_with("ddp")
 ACCELERATE, FABRIC = "accelerate_train.py", "fabric_train.py"
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning-fabric"}
 TABLES = [*PACKAGES, "ray_train.py", "horovod_train.py"]
-COMMANDS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "accelerate": [str(Path(sys.executable).with_name("accelerate"))],
-    "fabric": [str(Path(sys.executable).with_name("fabric"))],
-}
-# What `fabric run` sets in addition to the variables that torchrun sets.
-BY_FABRIC_RUN = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_ACCELERATOR": "cpu"}
 SAME = "weights differ by less than 1e-10; processes: {}\n"
 DIFFERENT = "AssertionError: largest difference from stage 03's weights"
 
@@ -35,47 +32,39 @@ def reference(trained, device):
     """Return stage 03's run on two processes in double precision."""
     if device == "cuda":
         pytest.skip("the programs have not been tried on GPUs")
-    return trained(STAGE, 2, *DOUBLE, how=harness.train_in_forks)
+    return trained(STAGE, 2, *DOUBLE, how=train_in_forks)
 
 
 def docstring(program):
-    """Return a program's command, and the lines that it prints."""
+    """Return a program's command as words, and the lines that it prints."""
     text = ast.get_docstring(ast.parse((FOLDER / program).read_text()))
     shown = text.replace("\\\n", "").split("$ ")[-1]
     command, *printed = shown.splitlines()
     return shlex.split(command), printed
 
 
-def run(words, reference, folder):
+def run(words, reference, folder, code=0, **variables):
     """Run a command, with the file of stage 03's weights in the place of out/last.pt.
 
     With a port of its own, and without the settings of whoever runs the tests.
     """
-    words = [
-        str(reference.weights) if word == "out/last.pt" else word for word in words
-    ]
-    port = {"fabric": ["--main-port", harness.free_port()]}.get(words[0], [])
-    words = [*COMMANDS[words[0]], *words[1:2], *port, *words[2:]]
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder)}
-    done = harness.run(words, folder, seconds=120, **hidden)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = [reference.weights if word == "out/last.pt" else word for word in words]
+    if words[0] == "fabric":
+        words[2:2] = ["--main-port", harness.free_port()]
+    if words[0] in ("accelerate", "fabric"):
+        words[0] = Path(sys.executable).with_name(words[0])
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": folder}
+    return harness.run(words, folder, code, forks=True, **variables)
 
 
-def fork_two(program, replacements, reference, folder, **variables):
-    """Run a changed program in two forks; return what rank 0 and rank 1 ended with."""
+def run_changed(program, replacements, reference, folder, **variables):
+    """Run a program with replaced texts under torchrun, with any exit code."""
     (folder / "recipes/neighbors").mkdir(parents=True)
     (folder / "common").symlink_to(ROOT / "common")
     script = folder / "recipes/neighbors" / program
-    harness.replace_once(FOLDER / program, *replacements, target=script)
-    shared = {**harness.LAUNCHER_ENV, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shared |= {"GROUP_RANK": "0", "MASTER_PORT": harness.free_port(), **variables}
-    shared |= {"CUDA_VISIBLE_DEVICES": ""}
-    ends = []
-    for rank in "01":
-        own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        ends.append(harness.fork(script, [reference.weights], folder / rank, **own))
-    return [end() for end in ends]
+    replace_once(FOLDER / program, *replacements, target=script)
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "out/last.pt"]
+    return run(words, reference, folder, code=None, GROUP_RANK="0", **variables)
 
 
 # ---- the programs --------------------------------------------------------------------
@@ -83,41 +72,37 @@ def fork_two(program, replacements, reference, folder, **variables):
 def test_two_processes_train_the_weights_of_stage_03(
     program, reference, tmp_path, record_property
 ):
-    """And print what the docstring shows, with the losses that stage 03 printed."""
+    """And print what the docstring shows, with the metrics that stage 03 printed."""
     version = importlib.metadata.version(PACKAGES[program])
     record_property("tested with", f"{PACKAGES[program]} {version}")
     command, printed = docstring(program)
-    screen = run(command, reference, tmp_path)
+    screen = run(command, reference, tmp_path).stdout
     assert screen.splitlines() == printed
     assert screen.endswith(SAME.format(2))
     metric = r"(?:train|val) loss \S+ acc@1 \S+ acc@5 [\d.]+"
-    metrics = re.findall(metric, screen)
-    assert metrics == re.findall(metric, reference.stdout)
-    assert len(metrics) == 4
+    assert re.findall(metric, screen) == re.findall(metric, reference.stdout)
+    assert len(losses(screen)) == 4
 
 
 def test_accelerate_launch_starts_one_process_on_a_cpu(reference, tmp_path):
     """Although it is told to start two. One process trains the same weights."""
     flags = ["--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
     words = ["accelerate", "launch", *flags, "--dynamo_backend=no"]
-    words += [str(FOLDER / ACCELERATE), "out/last.pt"]
-    assert run(words, reference, tmp_path).endswith(SAME.format(1))
+    done = run([*words, FOLDER / ACCELERATE, "out/last.pt"], reference, tmp_path)
+    assert done.stdout.endswith(SAME.format(1))
 
 
 def test_under_torchrun_fabric_lets_each_process_train_alone(reference, tmp_path):
     """Each prints, and each says that it is the only one."""
-    done = fork_two(FABRIC, [], reference, tmp_path)
-    for one in done:
-        assert one.returncode == 0, one.stderr
-        assert one.stdout.endswith(SAME.format(1))
-
-
-@pytest.mark.parametrize("program", PACKAGES)
-def test_length(program):
-    assert 60 <= len((FOLDER / program).read_text().splitlines()) <= 110
+    done = run_changed(FABRIC, [], reference, tmp_path)
+    for rank in done.ranks:
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.endswith(SAME.format(1))
 
 
 # ---- what the page says of each library's defaults -----------------------------------
+# What `fabric run` sets in addition to the variables that torchrun sets.
+BY_FABRIC_RUN = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_ACCELERATOR": "cpu"}
 # {claim: (program, [(a text that is there once, its replacement)], [lines then seen])}
 PRINT_STEPS = 'print("at step", scheduler.scheduler.last_epoch)\n    weights ='
 OTHER_ORDER = ["epoch 1: train loss (?!0.894)", DIFFERENT]
@@ -188,34 +173,31 @@ CLAIMS = {
 def test_a_default_is_as_the_page_says(claim, reference, tmp_path):
     program, replacements, seen = CLAIMS[claim]
     variables = BY_FABRIC_RUN if program == FABRIC else {}
-    done, _ = fork_two(program, replacements, reference, tmp_path, **variables)
-    screen = done.stdout + done.stderr
+    done = run_changed(program, replacements, reference, tmp_path, **variables)
+    rank_0 = done.ranks[0]
+    screen = rank_0.stdout + rank_0.stderr
     for line in seen:
         assert re.search(line, screen), screen
-    assert (done.returncode == 0) == (SAME.format(2) in seen), screen
+    assert (rank_0.returncode == 0) == (SAME.format(2) in seen), screen
 
 
 # ---- the page ------------------------------------------------------------------------
-def lines(path):
-    """Return a program's text without its docstring and without white space."""
-    text = path.read_text()
-    text = text.replace(ast.get_docstring(ast.parse(text), clean=False), "")
+def without_spaces(text):
     return "".join(text.split())
 
 
-def quoted(cell):
-    """Return the lines that a table's cell shows `like this`, without white space."""
-    return ["".join(code.split()) for code in re.findall("`([^`]+)`", cell)]
+def code_of(path):
+    """Return a program's text without its docstring and without white space."""
+    text = path.read_text()
+    docstring = ast.get_docstring(ast.parse(text), clean=False)
+    return without_spaces(text.replace(docstring, ""))
 
 
 @pytest.mark.parametrize("program", TABLES)
 def test_the_table_shows_lines_of_both_files(program):
     """`...` stands for anything; a cell without a line has words."""
-    (section,) = re.findall(
-        rf"\n## [^\n]*\n(?:(?!\n## ).)*?{program}.*?(?=\n## |\Z)",
-        PAGE.read_text(),
-        re.DOTALL,
-    )
+    sections = re.split("^## ", PAGE.read_text(), flags=re.MULTILINE)
+    (section,) = [each for each in sections if program in each]
     table = section.partition("| stage 03 |")[2]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)
     rows = [row for row in rows if "`" in row[0]]
@@ -223,6 +205,7 @@ def test_the_table_shows_lines_of_both_files(program):
     for row in rows:
         files = ROOT / STAGE / "train.py", FOLDER / program
         for cell, path in zip(row, files, strict=True):
-            for code in quoted(cell):
-                pattern = ".*".join(map(re.escape, code.split("...")))
-                assert re.search(pattern, lines(path)), f"{path.name}: {code}"
+            for line in re.findall("`([^`]+)`", cell):
+                parts = without_spaces(line).split("...")
+                pattern = ".*".join(map(re.escape, parts))
+                assert re.search(pattern, code_of(path)), f"{path.name}: {line}"

@@ -1,25 +1,26 @@
 """The notebooks run, alone and in a clean copy, and show the files as they are."""
 
 import ast
-import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 
 import nbformat
 import pytest
 
 from nbtools import lesson
-from tests.conftest import swept_unless
-from tests.harness import ROOT
-from tests.harness import missing_for_slurm
+from nbtools.sections import HEAD
+from tests.conftest import only_in_sweep
+from tests.training import missing_for_slurm
+from tools import harness
 from tools import notebooks
+from tools.stages import ROOT
+from tools.stages import first_with
 from tools.stages import known_files
+from tools.stages import registry
 from tools.stages import stages
+from tools.stages import steps
 
-STAGES = stages()
+(FIRST,) = set(stages()) - {stage for _, stage in steps()}  # builds on no other
 HEADINGS = [
     "The idea",
     "What changed",
@@ -30,16 +31,16 @@ HEADINGS = [
     "Where next",
 ]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
-MAIN = [f"{stage}/{stage}.ipynb" for stage in STAGES]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks.notebooks()]
+PAGES = [name for name in known_files() if name.endswith(".md")]
+
+
+def main_notebook(stage):
+    return f"{stage}/{stage}.ipynb"
+
+
+MAIN = [main_notebook(stage) for stage in stages()]
 USES_SLURM = [name for name in ALL if "cluster.start(" in (ROOT / name).read_text()]
-PAGES = [
-    path.relative_to(ROOT).as_posix()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("b*/*.md")]
-]
-# Most of a notebook's time goes by while processes import torch: forks have it.
-STARTER = shlex.join([sys.executable, str(ROOT / "tests/by_fork.py")])
-MAX_CELLS, MAX_WORDS = 40, 1600  # "about 1,500 words" of text
 
 # Words that were once used here, and are not the field's (or not English): pattern, and
 # what to say instead.
@@ -72,6 +73,10 @@ def code_cells(notebook):
     return [cell for cell in book(notebook).cells if cell.cell_type == "code"]
 
 
+def sources(notebook):
+    return "\n".join(cell.source for cell in code_cells(notebook))
+
+
 def prose(notebook):
     """Return the text of a notebook's markdown cells."""
     cells = [cell for cell in book(notebook).cells if cell.cell_type == "markdown"]
@@ -85,6 +90,24 @@ def printed(cell):
     return re.sub(r"\x1b\[\d+m", "", text)
 
 
+# ---- which there are -----------------------------------------------------------------
+def test_every_stage_has_a_notebook():
+    assert set(MAIN) <= set(ALL)
+    assert {notebook.split("/")[0] for notebook in ALL} == set(stages())
+    explain_slurm = {main_notebook(first_with(name)) for name in ("slurm", "signals")}
+    assert explain_slurm <= set(USES_SLURM)
+
+
+@pytest.mark.parametrize("notebook", ALL)
+def test_a_notebook_begins_with_its_number_and_is_linked(notebook):
+    stage, _, name = notebook.partition("/")
+    assert re.match(rf"# {registry()[stage].number} · ", prose(notebook))
+    if notebook not in MAIN:
+        assert f"]({name}" in prose(main_notebook(stage))
+        assert f"]({stage}.ipynb" in prose(notebook)
+
+
+# ---- they run ------------------------------------------------------------------------
 @pytest.fixture
 def clean_copy(tmp_path):
     """A folder with a copy of the files that git tracks or would add."""
@@ -104,33 +127,12 @@ def files(folder):
 
 def nbval(notebook, compare=True):
     """Run nbval on a notebook, comparing its outputs with the stored ones."""
-    options = [
-        "--nbval" if compare else "--nbval-lax",
-        "--nbval-current-env",
-        "--nbval-cell-timeout=600",
-        "-p",
-        "no:cacheprovider",
-    ]
-    sanitize = [
-        "--nbval-sanitize-with",
-        str(ROOT / "tests/sanitize.cfg"),
-        "-o",
-        "addopts=",
-    ]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, *sanitize, str(notebook)],
-        cwd=notebook.parent,
-        env={**os.environ, "LESSON_STARTER": STARTER},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_every_stage_has_a_notebook():
-    assert len(STAGES) >= 4
-    assert set(MAIN) <= set(ALL)
-    assert {notebook.split("/")[0] for notebook in ALL} == set(STAGES)
+    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "--nbval-current-env", "--nbval-cell-timeout=1500"]
+    command += ["--nbval" if compare else "--nbval-lax"]
+    command += ["--nbval-sanitize-with", ROOT / "tests/sanitize.cfg", notebook]
+    options = {"cwd": notebook.parent, "LESSON_FORKS": 1}
+    return harness.run(command, code=None, seconds=1500, **options)
 
 
 def assert_it_runs(notebook, copy, compare=True):
@@ -149,7 +151,7 @@ def assert_it_runs(notebook, copy, compare=True):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "notebook", [swept_unless(n in MAIN, n) for n in reversed(ALL)]
+    "notebook", [only_in_sweep(name, unless=name in MAIN) for name in reversed(ALL)]
 )
 def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy):
     without_slurm = notebook in USES_SLURM and missing_for_slurm()
@@ -166,12 +168,6 @@ def test_a_slurm_notebook_runs_without_a_cluster(notebook, clean_copy):
     assert_it_runs(notebook, clean_copy, compare=False)
 
 
-def test_the_notebooks_of_the_stages_for_slurm_use_it():
-    assert {"06_slurm/06_slurm.ipynb", "10_preemption/10_preemption.ipynb"} <= {
-        *USES_SLURM
-    }
-
-
 @pytest.mark.slow
 def test_a_failing_child_fails_its_cell(tmp_path):
     lines = [
@@ -183,10 +179,11 @@ def test_a_failing_child_fails_its_cell(tmp_path):
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "fails.ipynb")
     done = nbval(tmp_path / "fails.ipynb")
     assert done.returncode == 1
-    assert "1 failed" in done.stdout and "CalledProcessError" in done.stdout
+    assert "1 failed" in done.stdout and "CommandError" in done.stdout
     assert "its reason" in done.stdout
 
 
+# ---- how they are stored -------------------------------------------------------------
 @pytest.mark.slow
 def test_rebuilding_changes_nothing(clean_copy):
     """Two runs of a process, a plot and an error give two equal files."""
@@ -201,8 +198,7 @@ def test_rebuilding_changes_nothing(clean_copy):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
     contents = []
     for _ in range(2):
-        rebuild = [sys.executable, "-m", "tools.notebooks", notebook]
-        subprocess.run(rebuild, cwd=clean_copy, check=True, capture_output=True)
+        harness.run(["python", "-m", "tools.notebooks", notebook], cwd=clean_copy)
         contents.append(notebook.read_text())
     assert contents[0] == contents[1]
     assert "image/png" in contents[0]
@@ -225,35 +221,68 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
     assert kinds <= {"text/plain", "image/png"}
     assert not re.search(r"\b(19|20)\d\d-\d\d-\d\d|\d\d:\d\d:\d\d", text)
     # A cell that shells out passes every notebook test when its command fails.
-    sources = "\n".join(cell.source for cell in cells)
-    assert not re.search(r"^\s*[!%]|= ?!|get_ipython|;\s*$", sources, re.MULTILINE)
+    shells_out = re.compile(r"^\s*[!%]|= ?!|get_ipython|;\s*$", re.MULTILINE)
+    assert not shells_out.search(sources(notebook))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# ---- what they show ------------------------------------------------------------------
+@pytest.mark.parametrize("stage", stages())
 def test_the_sections_stand_in_order(stage):
-    text = prose(f"{stage}/{stage}.ipynb")
+    text = prose(main_notebook(stage))
     assert "**The problem.**" in text
     found = re.findall(r"^## (.*)", text, re.MULTILINE)
-    wanted = FIRST_HEADINGS if stage == STAGES[0] else HEADINGS
+    wanted = FIRST_HEADINGS if stage == FIRST else HEADINGS
     assert [heading for heading in found if heading in wanted] == wanted
 
 
+def imports(stage):
+    """Return the statements between the docstring and the first banner of a script."""
+    module = ast.parse("\n".join(lesson.sections(stage)[HEAD]))
+    return [ast.dump(statement) for statement in module.body[1:]]
+
+
+@pytest.mark.parametrize("before, stage", steps())
+def test_the_diffs_shown_are_the_diffs_of_the_files(before, stage):
+    """Every section that differs is shown, whole or hunk by hunk, as it is now."""
+    call = f'lesson.show_diff("{before}", "{stage}"'
+    cells = [cell for cell in code_cells(main_notebook(stage)) if call in cell.source]
+    diffs = {
+        section: "".join(f"{line}\n" for line in lesson.diff(before, stage, section))
+        for section in lesson.sections(stage)
+    }
+    shown = "".join(map(printed, cells))
+    if imports(before) == imports(stage) and not shown.startswith(diffs[HEAD]):
+        del diffs[HEAD]  # only the docstring differs
+    assert any(diffs.values())
+    assert shown == "".join(diffs.values())
+
+
+def test_the_first_notebook_shows_its_whole_script():
+    cells = code_cells(main_notebook(FIRST))
+    shown = [printed(cell) for cell in cells if "lesson.show(" in cell.source]
+    wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(FIRST).values()]
+    assert shown == wanted
+
+
+def runs_of_lines(text, length):
+    """Return all runs of so many lines, without indentation, blanks and imports."""
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if not re.match(r"(import |from |$)", line)]
+    return set(zip(*(lines[n:] for n in range(length)), strict=False))
+
+
 @pytest.mark.parametrize("notebook", ALL)
-def test_a_notebook_keeps_to_its_limits(notebook):
-    """It is short, writes no program, and as a companion is linked to its stage."""
-    words = len(prose(notebook).split())
-    print(f"{notebook}: {len(book(notebook).cells)} cells, {words} words")
-    assert len(book(notebook).cells) <= MAX_CELLS
-    assert words <= MAX_WORDS
-    sources = "\n".join(cell.source for cell in code_cells(notebook))
-    assert not re.search(r"write_text\(|^import .*\n.*\"\"\"$", sources, re.MULTILINE)
-    stage, _, name = notebook.partition("/")
-    assert re.match(rf"# {stage[:2]} · ", prose(notebook))
-    if notebook not in MAIN:
-        assert f"]({name}" in prose(f"{stage}/{stage}.ipynb")
-        assert f"]({stage}.ipynb" in prose(notebook)
+def test_a_notebook_copies_no_code_and_writes_no_program(notebook):
+    """What is in a file is shown from there; three equal lines may be any loop's."""
+    scripts = [n for n in known_files() if re.match(r"(\d\d_.*|common/.*)\.py$", n)]
+    ours = set().union(*(runs_of_lines((ROOT / n).read_text(), 4) for n in scripts))
+    cells = [cell.source for cell in book(notebook).cells]
+    assert not ours & set().union(*(runs_of_lines(cell, 4) for cell in cells))
+    program = re.compile(r"write_text\(|^import .*\n.*\"\"\"$", re.MULTILINE)
+    assert not program.search(sources(notebook))
 
 
+# ---- the words -----------------------------------------------------------------------
 def retired_words(text):
     """Return {words found in a text: what to say instead}."""
     found = {
@@ -262,14 +291,13 @@ def retired_words(text):
     return {match[0]: better for match, better in found.items() if match}
 
 
-@pytest.mark.parametrize("notebook", ALL)
-def test_a_notebook_speaks_the_words_of_the_field(notebook):
-    assert not retired_words("\n".join(cell.source for cell in book(notebook).cells))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_speaks_the_words_of_the_field(page):
-    assert not retired_words((ROOT / page).read_text())
+@pytest.mark.parametrize("name", ALL + PAGES)
+def test_the_words_are_those_of_the_field(name):
+    if name in ALL:
+        text = "\n".join(cell.source for cell in book(name).cells)
+    else:
+        text = (ROOT / name).read_text()
+    assert not retired_words(text)
 
 
 def test_retired_words_are_found():
@@ -277,28 +305,7 @@ def test_retired_words_are_found():
     assert set(retired_words(text)) == {"goes on after", "but for", "is another."}
 
 
-@pytest.mark.parametrize("before, after", list(zip(STAGES, STAGES[1:], strict=False)))
-def test_the_diffs_shown_are_the_diffs_of_the_files(before, after):
-    """Every section that differs is shown, whole or hunk by hunk, as it is now."""
-    call = f'lesson.show_diff("{before}", "{after}"'
-    cells = code_cells(f"{after}/{after}.ipynb")
-    shown = [printed(cell) for cell in cells if call in cell.source]
-    sections = lesson.sections(after)
-    wanted = [lesson.diff(before, after, section) for section in sections]
-    wanted = ["".join(f"{line}\n" for line in lines) for lines in wanted if lines]
-    if after == "02_dataparallel":  # its first lines differ in title and command alone
-        wanted = wanted[1:]
-    assert wanted
-    assert "".join(shown) == "".join(wanted)
-
-
-def test_the_first_notebook_shows_its_whole_script():
-    cells = [cell for cell in code_cells(MAIN[0]) if "lesson.show(" in cell.source]
-    shown = [printed(cell) for cell in cells]
-    wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(STAGES[0]).values()]
-    assert shown == wanted
-
-
+# ---- the exercises -------------------------------------------------------------------
 def solutions(stage):
     """Return the solutions of a stage's exercises, and what comes before the first."""
     text = (ROOT / stage / "solutions.py").read_text()
@@ -306,9 +313,10 @@ def solutions(stage):
     return imports, parts
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_exercise_is_solved_by_its_solution_only(stage, capfd):
-    notebook = f"{stage}/{stage}.ipynb"
+@pytest.mark.parametrize("stage", stages())
+def test_an_exercise_is_solved_by_its_solution_only(stage, capfd, monkeypatch):
+    monkeypatch.setattr(lesson, "FORKS", True)
+    notebook = main_notebook(stage)
     cells = code_cells(notebook)
     tags = [cell.metadata.get("tags") for cell in cells]
     exercises = [n for n, tag in enumerate(tags) if tag == ["exercise"]]
@@ -316,17 +324,14 @@ def test_an_exercise_is_solved_by_its_solution_only(stage, capfd):
     assert 2 <= len(exercises) <= 3
     assert len(exercises) == len(answers)
     assert "](solutions.py)" in prose(notebook)
-    first_lines = [imports]
-    for node in ast.parse(cells[0].source).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            first_lines.append(ast.unparse(node))
+    body = ast.parse(cells[0].source).body
+    is_import = (ast.Import, ast.ImportFrom)
+    first_lines = [ast.unparse(node) for node in body if isinstance(node, is_import)]
     for n, solution in zip(exercises, answers, strict=True):
         assert tags[n + 1] == ["check"]
         for source, solved in ((cells[n].source, False), (solution, True)):
-            exec("\n".join([*first_lines, source, cells[n + 1].source]), {})
+            exec("\n".join([imports, *first_lines, source, cells[n + 1].source]), {})
             said = capfd.readouterr().out.splitlines()[-1]
             # The message is the check's own, and neither empty nor Python's.
-            wanted = (
-                r"Solved\." if solved else r"Not solved yet: (?!\w+(Error|:)).{10,}"
-            )
-            assert re.match(wanted, said), (source, said)
+            unsolved = r"Not solved yet: (?!\w+(Error|:)).{10,}"
+            assert re.match(r"Solved\." if solved else unsolved, said), (source, said)

@@ -1,13 +1,11 @@
 """The pages in docs/: the commands that they show print what they show."""
 
 import re
-import shlex
-import subprocess
 
 import pytest
 
-from nbtools.lesson import PROGRAMS
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
+from tools import harness
 from tools.stages import ROOT
 
 BLOCK = re.compile(r"^```\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -26,19 +24,14 @@ def test_the_pages_show_commands():
 
 @pytest.mark.parametrize(
     "command, output",
-    [swept_unless("join" in command, command, output) for _, command, output in SHOWN],
+    [
+        only_in_sweep(command, output, unless="join" in command)
+        for _, command, output in SHOWN
+    ],
 )
 def test_a_command_prints_the_lines_that_its_page_shows(command, output):
     """In any order, since several ranks print; `...` stands for anything."""
-    program, *words = shlex.split(command)
-    done = subprocess.run(
-        [*PROGRAMS[program], *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = harness.run(command, code=None)
     printed = (done.stdout + done.stderr).splitlines()
     for line in filter(None, output.splitlines()):
         if line != "...":

@@ -4,68 +4,68 @@ What is shown first, that a stopped run ends with the same bits, is shown of the
 stages as well.
 """
 
-import functools
+import os
 import signal
+from functools import partial
 
 import pytest
 
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
+from tests.fault_injection import RANKS
+from tests.fault_injection import a_minute_per_look_at_the_clock
 from tests.fault_injection import no_step
 from tests.fault_injection import signalled
-from tests.fault_injection import signalled_and_slow_to_write
-from tests.harness import family
-from tests.harness import injected
-from tests.harness import little_work
-from tests.harness import started
-from tests.harness import wait_until
-from tests.resume_faults import a_minute_per_look_at_the_clock
-from tests.resume_faults import signalled_from_outside
-from tests.resume_faults import signalled_in_call
-from tests.resume_faults import signalled_in_different_steps
+from tests.fault_injection import signalled_at_file
+from tests.fault_injection import signalled_before_handler
+from tests.fault_injection import signalled_from_outside
+from tests.fault_injection import signalled_while_evaluating
+from tests.fault_injection import slow_to_write
 from tests.resume_harness import NEVER
 from tests.resume_harness import SHORT
 from tests.resume_harness import Run
-from tests.resume_harness import assert_all_end
 from tests.resume_harness import assert_same
 from tests.resume_harness import exit_codes
 from tests.resume_harness import read_state
 from tests.resume_harness import resumed_from
 from tests.resume_harness import rows
-from tests.resume_harness import torchrun_command
 from tests.resume_harness import uninterrupted
-from tools.stages import stages
+from tests.training import call_all
+from tests.training import injected
+from tests.training import small_workload
+from tools.harness import LIMIT
+from tools.harness import assert_gone
+from tools.harness import family
+from tools.harness import wait_until
+from tools.stages import with_feature
 
-STAGE = "10_preemption"
-LATER = stages()[10:]
+STAGE, *LATER = with_feature("signals")
 STOPPED = 128 + signal.SIGTERM
-BOTH = ["0", "1"]
 
 
 @pytest.fixture
 def stage(request):
-    """Stage 10, unless a test names others."""
+    """The stage that explains it, unless a test names others."""
     return getattr(request, "param", STAGE)
 
 
 @pytest.fixture
 def run(stage, device, several, tmp_path):
     """A run of two epochs that saves at the end of an epoch and at a signal."""
-    flags = (*SHORT, *NEVER, *little_work(stage).flags)
+    flags = (*SHORT, *NEVER, *small_workload(stage).flags)
     return Run(stage, tmp_path, device, *flags, processes=several)
 
 
 @pytest.fixture
 def reference(stage, trained, several):
     """What the same run ends with if nobody disturbs it."""
-    flags = (*SHORT, *little_work(stage).flags)
+    flags = (*SHORT, *small_workload(stage).flags)
     return uninterrupted(trained, stage, several, *flags)
 
 
 def assert_resumes_and_finishes(run, reference):
     """Start a run again; assert that its end differs in no bit."""
-    done = run.go()
-    assert exit_codes(done) == [0] * run.processes, done
-    assert resumed_from(done[0].stdout) == ([run.step] if run.step else [])
+    done = run.run()
+    assert resumed_from(done.stdout) == ([run.step] if run.step else [])
     assert_same(run.out_dir, reference)
     run.assert_no_step_is_lost_or_doubled(50)
     return done
@@ -77,15 +77,15 @@ def assert_resumes_and_finishes(run, reference):
 SIGNALS = [
     (7, ["SIGTERM"], ["0"], 8),
     (9, ["SIGUSR1"], ["1"], 10),  # the first step after resuming
-    (25, ["SIGTERM"], BOTH, 25),
+    (25, ["SIGTERM"], RANKS, 25),
     (38, ["SIGUSR1", "SIGUSR1"], ["1"], 39),
-    (42, ["SIGUSR1", "SIGTERM", "SIGUSR1"], BOTH, 43),
+    (42, ["SIGUSR1", "SIGTERM", "SIGUSR1"], RANKS, 43),
     (50, ["SIGUSR1"], ["0"], 50),
 ]
 
 
 @pytest.mark.fault(
-    stages="10 to 13",
+    since="signals",
     what="SIGTERM or SIGUSR1 to any rank while it trains, from Slurm, from Kubernetes"
     " or by hand",
     sees="all ranks end after the same step, with a checkpoint and exit code 143 or"
@@ -95,46 +95,42 @@ SIGNALS = [
 )
 @pytest.mark.parametrize(
     "stage",
-    [STAGE, *(swept_unless(stage == LATER[-1], stage) for stage in LATER)],
+    [STAGE, *(only_in_sweep(stage, unless=stage == LATER[-1]) for stage in LATER)],
     indirect=True,
 )
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(
     stage, run, two, reference, fault
 ):
-    each = little_work(stage).train // 25 // two  # targets of a rank in a step
+    each = small_workload(stage).train // 25 // two  # targets of a rank in a step
     for step, names, who, last in SIGNALS:
-        prepare = functools.partial(signalled, step, *names, ranks=who)
-        done = run.go(prepare=prepare, seconds=fault.seconds)
-        number = max(getattr(signal, name) for name in names)
-        assert exit_codes(done) == [128 + number] * two, (step, done)
+        run.stop(step, *names, ranks=who)
         assert run.latest() == last
         state = read_state(run.paths()[0])
         targets = each * ((last - 1) % 25 + 1)
         assert state["sums"][:, 3].tolist() == [targets] * two
         assert [row["epoch"] for row in rows(run.out_dir)] == [1] * (step > 25)
     done = assert_resumes_and_finishes(run, reference)
-    fault.assert_seen(done[0].stdout)
+    fault.assert_seen(done.stdout)
 
 
 def test_ranks_that_get_the_signal_in_different_steps_stop_after_the_same(
     run, two, reference
 ):
     """The second one comes while the first one is being agreed on."""
-    steps = {"0": 7, "1": 8}
-    prepare = functools.partial(signalled_in_different_steps, "SIGTERM", steps)
-    assert exit_codes(run.go(prepare=prepare)) == [STOPPED] * two
+    steps = [partial(signalled, 7 + n, "SIGTERM", ranks=[str(n)]) for n in range(two)]
+    run.run(code=STOPPED, prepare=partial(call_all, *steps))
     assert run.latest() == 8
     assert_resumes_and_finishes(run, reference)
 
 
 def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG001
     """A launcher would take the first end for a failure, and kill rank 0."""
-    rank_0, rank_1 = run.start(
-        prepare=functools.partial(signalled_and_slow_to_write, 7, 1.5)
-    )
-    assert rank_1().returncode == STOPPED
-    assert run.latest() == 8
-    assert rank_0().returncode == STOPPED
+    slow = partial(slow_to_write, 1.5)
+    stop = partial(signalled, 7, "SIGTERM")
+    with run.start(prepare=partial(call_all, slow, stop)) as job:
+        job.forks[1].join(LIMIT)
+        assert run.latest() == 8
+        assert exit_codes(job.wait()) == [STOPPED] * 2
     assert not list(run.checkpoint_dir.glob(".*"))
 
 
@@ -146,26 +142,29 @@ def test_checkpoint_minutes(run, two):  # noqa: ARG001
     and a vote, and the next one begins with another vote. Rank 0 decides: rank 1 never
     saves, so for its own clock a save is always due.
     """
-    done = run.go(
+    run.run(
         *("--checkpoint-minutes", "3", "--keep-checkpoints", "100"),
         prepare=a_minute_per_look_at_the_clock,
     )
-    assert exit_codes(done) == [0] * run.processes, done
     assert run.steps()[::-1] == [*range(3, 25, 3), 25, *range(27, 50, 3), 50]
 
 
 # ---- loading, evaluating, ending -----------------------------------------------------
 MOMENTS = {
-    "loading": (1, "data", "load_data or load_text"),
-    "just_before_it_resumes": (1, "launch", "catch_signals"),
-    "just_before_evaluating": (1, "launch", "default_signals"),
-    "evaluating": (2, "meters", "progress"),
-    "evaluating_the_last_epoch": (4, "meters", "progress"),
+    "loading": partial(signalled_at_file, "open", "*/digits.npz", "SIGTERM"),
+    "loading_text": partial(signalled_at_file, "open", "*/1500.txt", "SIGTERM"),
+    "just_before_signals_are_caught": partial(signalled_before_handler, 1, "SIGTERM"),
+    "just_before_evaluating": partial(signalled_before_handler, 2, "SIGTERM"),
+    "evaluating": partial(signalled_while_evaluating, 25, "SIGUSR1"),
+    "evaluating_the_last_epoch": partial(signalled_while_evaluating, 50, "SIGTERM"),
 }
+RESUMED = ("loading", "loading_text", "just_before_signals_are_caught")
+OF_IMAGES = [(STAGE, moment) for moment in MOMENTS if moment != "loading_text"]
+OF_TEXT = [(LATER[-1], moment) for moment in MOMENTS if moment != "loading"]
 
 
 @pytest.mark.fault(
-    stages="10 to 13",
+    since="signals",
     what="SIGTERM or SIGUSR1 while the run loads or evaluates",
     sees="it ends at once; the next run says `resumed from step`",
     seconds=60,
@@ -173,52 +172,43 @@ MOMENTS = {
 )
 @pytest.mark.parametrize(
     "stage, moment",
-    [
-        swept_unless(stage == STAGE, stage, moment)
-        for stage in (STAGE, LATER[-1])
-        for moment in MOMENTS
-    ],
+    [*OF_IMAGES, *(only_in_sweep(*case) for case in OF_TEXT)],
     indirect=["stage"],
 )
 def test_a_signal_during_loading_and_evaluation_ends_the_run_at_once(
-    moment, run, several, reference, fault
+    moment, run, reference, fault
 ):
     """The signals' default action ends it, so all that is needed has been saved."""
-    if moment in ("loading", "just_before_it_resumes"):
-        done = run.go(prepare=functools.partial(signalled, 12, "SIGTERM"))
-        assert exit_codes(done) == [STOPPED] * several
+    if moment in RESUMED:
+        run.stop(12, "SIGTERM")
     before = run.latest()
-    name = "SIGUSR1" if moment == "evaluating" else "SIGTERM"
-    prepare = functools.partial(signalled_in_call, *MOMENTS[moment], name)
-    done = run.go(prepare=prepare, seconds=fault.seconds)
-    codes = exit_codes(done)
-    assert codes[0] == -getattr(signal, name), done
+    done = run.run(code=None, prepare=MOMENTS[moment])
+    number = signal.SIGUSR1 if moment == "evaluating" else signal.SIGTERM
     # Rank 1 waits for rank 0 to load first, so it ends by the broken connection.
-    assert set(codes[1:]) <= ({1, 2} if moment == "loading" else {codes[0]})
+    codes = {1, 2} if moment.startswith("loading") else {-number}
+    assert exit_codes(done)[0] == -number, done
+    assert codes.issuperset(exit_codes(done)[1:]), done
     epoch = 2 if moment == "evaluating_the_last_epoch" else 1
     assert run.latest() == (before or 25 * epoch)
     assert len(rows(run.out_dir)) == epoch - 1
     done = assert_resumes_and_finishes(run, reference)
-    fault.assert_seen(done[0].stdout)
+    fault.assert_seen(done.stdout)
 
 
 def test_a_signal_to_one_rank_while_all_evaluate_ends_the_other(run, two, reference):
     """The one that got it ends by it, the other by a broken connection."""
-    moment = MOMENTS["evaluating"]
-    done = run.go(
-        prepare=functools.partial(signalled_in_call, *moment, "SIGTERM", ranks=["1"])
-    )
+    evaluating = partial(signalled_while_evaluating, 25, "SIGTERM", ranks=["1"])
+    done = run.run(code=None, prepare=evaluating)
     assert exit_codes(done) == [1, -signal.SIGTERM]
     assert run.latest() == 25 * (two - 1)
     assert_resumes_and_finishes(run, reference)
 
 
 @pytest.mark.parametrize("epoch, code, last", [(1, STOPPED, 26), (2, 0, 50)])
-def test_a_signal_after_the_evaluation(epoch, code, last, run, several, reference):
+def test_a_signal_after_the_evaluation(epoch, code, last, run, reference):
     """The epoch's weights and metrics are written; a finished run exits with 0."""
-    moment = (epoch, "checkpoint", "save_epoch")
-    done = run.go(prepare=functools.partial(signalled_in_call, *moment, "SIGTERM"))
-    assert exit_codes(done) == [code] * several, done
+    written = partial(signalled_at_file, "os.rename", "*/last.pt", "SIGTERM", epoch)
+    run.run(code=code, prepare=written)
     assert run.latest() == last
     assert len(rows(run.out_dir)) == epoch
     if code:
@@ -230,17 +220,20 @@ def test_a_signal_after_the_evaluation(epoch, code, last, run, several, referenc
 # ---- the workers of the loaders ------------------------------------------------------
 @pytest.mark.parametrize(
     "start_method",  # Python 3.14 made forkserver the default
-    ["fork", pytest.param("forkserver", marks=pytest.mark.sweep)],
+    ["fork", only_in_sweep("forkserver")],
 )
 def test_a_rank_that_fails_ends_the_workers_of_its_loaders(
     start_method, device, tmp_path
 ):
     run = Run(STAGE, tmp_path, device, *SHORT, "--workers", "2", processes=1)
-    (end,) = run.start(prepare=functools.partial(no_step, start_method))
-    run.wait_until(lambda: len(family(end.process.pid)) >= 3)
-    members = family(end.process.pid)[1:]
-    assert end().returncode == 1
-    assert_all_end(members)
+    looked = tmp_path / "looked"
+    with run.start(prepare=partial(no_step, start_method, looked)) as job:
+        job.wait_for("an optimizer step")
+        members = job.processes[1:]
+        assert len(members) >= 2
+        looked.touch()
+        assert job.wait().returncode == 1
+        assert_gone(members, [], LIMIT)
 
 
 def test_a_signal_to_the_workers_of_the_loaders_too_loses_nothing(
@@ -248,57 +241,70 @@ def test_a_signal_to_the_workers_of_the_loaders_too_loses_nothing(
 ):
     """Slurm sends it to every process of a job."""
     run = Run(STAGE, tmp_path, device, *SHORT, "--workers", "2", processes=1)
-    done = run.go(prepare=functools.partial(signalled_from_outside, 13, "SIGTERM"))
-    assert exit_codes(done) == [STOPPED], done
+    run.run(code=STOPPED, prepare=partial(signalled_from_outside, 13, "SIGTERM"))
     assert run.latest() == 14
     assert_resumes_and_finishes(run, uninterrupted(trained, STAGE, 1, *SHORT))
 
 
 # ---- torchrun ------------------------------------------------------------------------
-# One epoch of 150 steps.
-LONG = ("--data", "fake", "--image-size", "8", "--images", "9000", "--epochs", "1")
-TELL = """
+WAITS_IN_STEP_10 = """
+import itertools
+import signal
 from torch.optim.optimizer import register_optimizer_step_post_hook
-register_optimizer_step_post_hook(lambda *_: print("a step", flush=True))
+
+count = itertools.count(1)
+arrived, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+
+def wait(*_):
+    if next(count) == 10:
+        print("in step 10", flush=True)
+        os.read(arrived, 1)  # returns when a signal has arrived
+
+register_optimizer_step_post_hook(wait)
 """
 
 
-def test_torchrun_is_stopped(trained, two, device, tmp_path):
+def test_torchrun_is_stopped(run, two, reference, tmp_path):
     """It hands SIGTERM on to the ranks."""
-    root = injected(STAGE, tmp_path / "copy", TELL)
-    flags = (*LONG, *NEVER, "--device", device)
-    arguments, variables = torchrun_command(STAGE, two, tmp_path, *flags, root=root)
-    with started(arguments, tmp_path, **variables) as child:
-        child.wait_for("a step", times=10)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(90) not in (0, None)
-        assert_all_end(child.members)
-    run = Run(STAGE, tmp_path, device, *LONG, *NEVER, processes=two)
-    (step,) = run.steps()
-    assert 5 < step < 150
+    root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_10)
+    with run.start(root=root, forks=False) as job:
+        job.wait_for("in step 10", times=two)
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait().returncode not in (0, "hung")
+        assert_gone(job.processes, [], LIMIT)
+    assert run.steps() == [11]
     assert not run.out_dir.exists()
-    assert exit_codes(run.go()) == [0] * two
-    assert resumed_from(run.screen()) == [step]
-    assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *LONG))
+    assert_resumes_and_finishes(run, reference)
+
+
+WAITS_AFTER_60_STEPS = """
+import itertools
+import time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+count = itertools.count(1)
+register_optimizer_step_post_hook(lambda *_: next(count) == 60 and time.sleep(3600))
+"""
 
 
 @pytest.mark.sweep
 def test_torchrun_is_killed(trained, two, device, tmp_path):
     """The ranks end with it, at some moment, and the same command resumes the run."""
-    flags = (*LONG, "--checkpoint-every", "10", "--device", device)
-    arguments, variables = torchrun_command(STAGE, two, tmp_path, *flags)
-    run = Run(STAGE, tmp_path, device, processes=two)
+    data = ("--data", "fake", "--image-size", "8", "--images", "9000", "--epochs", "1")
+    flags = (*data, "--checkpoint-every", "10")  # an epoch has 150 steps
+    run = Run(STAGE, tmp_path, device, *flags, processes=two)
+    root = injected(STAGE, tmp_path / "copy", WAITS_AFTER_60_STEPS)
     for _ in range(2):
-        before = run.latest()
-        with started(arguments, tmp_path, **variables) as child:
-            child.wait_for("processes on")
-            wait_until(lambda old=before: run.latest() >= old + 20, 300, child.screen)
-            members = family(child.pid)[1:]
-            child.kill()
-            assert_all_end(members)
-        assert before < run.latest() < 150
-    step = run.latest()
-    with started(arguments, tmp_path, **variables) as child:
-        assert child.wait(300) == 0, child.screen()
-        assert resumed_from(child.screen()) == [step]
-    assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *LONG))
+        with run.start(root=root, forks=False) as job:
+            wait_until(lambda: run.latest() >= run.step + 20, LIMIT, job.screen)
+            members = family(job.pid)[1:]
+            assert len(members) >= two
+            os.kill(job.pid, signal.SIGKILL)
+            assert_gone(members, [], LIMIT)
+        assert run.step < run.latest() < 150
+    with run.start(forks=False) as job:
+        assert job.wait().returncode == 0, job.screen()
+        assert resumed_from(job.screen()) == [run.step]
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *data))

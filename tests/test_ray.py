@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import harness
-from tests.neighbors_harness import DOUBLE
+from tests.neighbors_harness import FLAGS
 from tests.neighbors_harness import Neighbor
-from tests.neighbors_harness import assert_as_stage_03
-from tests.neighbors_harness import difference_from_stage_03
+from tests.neighbors_harness import assert_trains_as_stage_03
+from tests.neighbors_harness import assert_trains_other_weights
+from tools import harness
 from tools.stages import ROOT
 
-ALONE = ("ray.train.torch.prepare_model(model)", "model")
+WITHOUT_DDP = ("ray.train.torch.prepare_model(model)", "model")
 RAYS_SAMPLER = (
     "sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),",
     "shuffle=True,",
@@ -34,48 +34,48 @@ def ray():
     return Neighbor("ray")
 
 
-def train(ray, folder, script, *flags):
-    """Train by the command that the program shows; return what `train_once` does.
+def train(ray, folder, script=None, *flags):
+    """Train by the command that the program shows; return what `run_at_home` does.
 
-    Ray waits 30 seconds for its own processes. On a busy machine that can be too short.
+    script: another one in the program's place. Ray waits 30 seconds for its own
+    processes. On a busy machine that can be too short.
     """
-    command = f".venv-ray/bin/python {ray.script} --nproc=2"
-    assert f"\n$ {command}\n" in (ROOT / ray.script).read_text()
-    arguments = [ray.python, script, "--nproc=2", *DOUBLE, *flags]
-    arguments += ["--out-dir", folder / "out"]
-    done = train_once(arguments, folder)
+    python, shown, *words = ray.command(f".venv-ray/bin/python {ray.script} --nproc=2")
+    words = [ROOT / python, script or ROOT / shown, *words, *FLAGS, *flags]
+    words += ["--out-dir", folder / "out"]
+    done = run_at_home(words, folder)
     if "The current node timed out during startup" in done.stderr:
-        done = train_once(arguments, folder)
+        done = run_at_home(words, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def train_once(arguments, folder):
+def run_at_home(words, folder):
     """Run a command in a home directory of its own.
 
-    Returns `run`'s result, with `left`: what is left in the home and in the folder for
-    temporary files, and `addresses`, on which Ray's processes listened.
+    Returns its Done, with `left`: what is left in the home and in the folder for
+    temporary files, and `addresses`: (program, address) of each TCP port on which one
+    of its processes listened. Its processes have ended then.
     """
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    addresses, members = set(), {}
+    members, addresses = set(), set()
     # Not in `folder`: the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory() as temporary:
-        variables = {
-            "HOME": str(home),
-            "TMPDIR": temporary,
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
-        }
-        with harness.started(arguments, folder, **variables) as child:
+        variables = {"HOME": home, "TMPDIR": temporary}
+        variables["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "200"
+        with harness.start(words, folder, **variables) as job:
 
             def ended():
-                for process in harness.family(child.pid):
-                    members[process.pid] = process
+                running = job.running()
+                for process in job.look():
+                    members.add(process)
                     addresses.update(listening(process))
-                return child.poll() is not None
+                return not running
 
-            harness.wait_until(ended, 300, child.screen, every=1)
-        done = harness.result(child.returncode, folder)
-        harness.assert_gone(members.values(), [], 60)
+            harness.wait_until(ended, harness.LIMIT, job.screen, every=1)
+            done = job.wait()
+        harness.assert_gone(members, [], 60)
         left = [*home.rglob("*"), *Path(temporary).iterdir()]
     # torch makes this one, also without Ray.
     done.left = [path for path in left if not path.name.startswith("torchinductor_")]
@@ -94,9 +94,10 @@ def listening(process):
     return set()
 
 
-def test_ray_trains_to_the_weights_of_stage_03(ray, trained, tmp_path, capsys):
-    done = train(ray, tmp_path, ROOT / ray.script)
-    assert_as_stage_03(ray, "ray", done, trained, tmp_path, capsys)
+def test_ray_trains_to_the_weights_of_stage_03(ray, trained, tmp_path, record_property):
+    record_property("tested with", ray.version("ray"))
+    done = train(ray, tmp_path)
+    assert_trains_as_stage_03(done, tmp_path, trained)
     assert not done.left
     # In a worker torch's store listens on all addresses, as it does under torchrun.
     outside = {name for name, address in done.addresses if "127.0.0.1" not in address}
@@ -104,9 +105,8 @@ def test_ray_trains_to_the_weights_of_stage_03(ray, trained, tmp_path, capsys):
 
 
 def test_without_prepare_model_the_weights_differ(ray, trained, tmp_path):
-    done = train(ray, tmp_path, ray.changed(tmp_path / "project", ALONE))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert difference_from_stage_03(trained, tmp_path / "out/last.pt") > 1e-6
+    train(ray, tmp_path, ray.changed(tmp_path / "project", WITHOUT_DDP))
+    assert_trains_other_weights(tmp_path, trained)
 
 
 def test_rays_own_sampler_ignores_the_seed_and_the_loaders_options(ray, tmp_path):
@@ -115,6 +115,5 @@ def test_rays_own_sampler_ignores_the_seed_and_the_loaders_options(ray, tmp_path
     after = "    loader = ray.train.torch.prepare_data_loader(loader)\n"
     checked = (after, after + CHECKS.format(file=str(found)))
     script = ray.changed(tmp_path / "project", RAYS_SAMPLER, checked)
-    done = train(ray, tmp_path, script, "--seed", "7", "--workers", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(ray, tmp_path, script, "--seed", "7", "--workers", "1")
     assert re.fullmatch(r"0 False \(False, 2\)", found.read_text())

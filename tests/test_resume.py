@@ -4,13 +4,14 @@ The later stages are killed at random moments as well; signals are the subject o
 test_preemption.py, and the Checkpointer by itself of test_checkpointer.py.
 """
 
-import functools
 import itertools
 import random
 import re
+import shlex
 import shutil
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -22,22 +23,12 @@ from common import checkpointer
 from common.checkpointer import HARMLESS_FLAGS
 from common.loader import collate
 from common.loader import skip_first_batches
-from nbtools.lesson import max_abs_diff
-from tests.conftest import swept_unless
-from tests.fault_injection import killed_at
+from tests.conftest import only_in_sweep
+from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import no_large_files
 from tests.fault_injection import no_step
-from tests.fault_injection import signalled
-from tests.harness import assert_one_error_line
-from tests.harness import changed
-from tests.harness import counts
-from tests.harness import kill
-from tests.harness import little_work
-from tests.harness import ranks
-from tests.harness import shards_the_weights
-from tests.harness import started
-from tests.harness import wait_until
-from tests.resume_faults import blind_and_broadcasts_printed
+from tests.fault_injection import signalled_at_file
+from tests.resume_harness import EVERY_4
 from tests.resume_harness import SHORT
 from tests.resume_harness import Run
 from tests.resume_harness import assert_same
@@ -45,15 +36,22 @@ from tests.resume_harness import exit_codes
 from tests.resume_harness import resumed_from
 from tests.resume_harness import rows
 from tests.resume_harness import step_of
-from tests.resume_harness import torchrun_command
 from tests.resume_harness import uninterrupted
-from tools.stages import stages
+from tests.training import DOUBLE
+from tests.training import assert_one_error_line
+from tests.training import changed
+from tests.training import counts
+from tests.training import injected
+from tests.training import small_workload
+from tools import harness
+from tools.stages import first_with
+from tools.stages import registry
+from tools.stages import with_feature
+from tools.weights import max_abs_diff
 
-STAGE = "09_resume"
-STAGES = stages()[8:]
+STAGE, *LATER = with_feature("checkpoints")
+SHARDS = with_feature("checkpoints", "shards")
 EVERY_2 = ("--checkpoint-every", "2")
-EVERY_4 = ("--checkpoint-every", "4")
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +59,7 @@ def halfway(several, device, tmp_path_factory):
     """A run that was killed in step 15; its checkpoints are of the steps 14 and 12."""
     folder = tmp_path_factory.mktemp("halfway")
     run = Run(STAGE, folder, device, *SHORT, *EVERY_2, processes=several)
-    done = run.go(prepare=functools.partial(signalled, 15, "SIGKILL"))
-    assert exit_codes(done) == [-signal.SIGKILL] * several
+    run.stop(15, "SIGKILL")
     assert run.steps() == [14, 12]
     return run
 
@@ -82,10 +79,9 @@ def finished(halfway, device, tmp_path_factory):
     shutil.copytree(halfway.checkpoint_dir, folder / "checkpoints")
     flags = (*SHORT, *EVERY_2)
     run = Run(STAGE, folder, device, *flags, processes=halfway.processes)
-    done = run.go()
-    assert exit_codes(done) == [0] * run.processes, done
-    assert resumed_from(done[0].stdout) == [14]
-    assert not any(one.stdout for one in done[1:])
+    done = run.run()
+    assert resumed_from(done.ranks[0].stdout) == [14]
+    assert not any(one.stdout for one in done.ranks[1:])
     return run
 
 
@@ -99,39 +95,48 @@ def test_a_resumed_run_differs_in_no_bit(finished, trained):
 
 def test_a_finished_run_only_evaluates(finished, trained):
     before = finished.files()
-    done = finished.go(prepare=no_step)
-    assert exit_codes(done) == [0] * finished.processes, done
-    assert resumed_from(done[0].stdout) == [50]
-    assert re.findall("^epoch .:", done[0].stdout, re.M) == ["epoch 2:"]
+    done = finished.run(prepare=no_step)
+    assert resumed_from(done.stdout) == [50]
+    assert re.findall("^epoch .:", done.stdout, re.M) == ["epoch 2:"]
     assert finished.files() == before
     reference = uninterrupted(trained, STAGE, finished.processes, *SHORT)
     assert_same(finished.out_dir, reference)
 
 
-def kill_at_some_moment(run, draw):
+def kill_at_some_moment(run, job, draw):
     """Kill one rank of a run, or all of them; return words for the moment.
 
     It is a little after the run has started, or after a checkpoint has appeared.
     """
     step, delay = draw.choice([0, *range(1, 13)]), draw.uniform(0, 0.1)
-    victims = draw.choice([run.ends, run.ends, [draw.choice(run.ends)]])
-    if run.wait_until(lambda: "processes on" in run.screen()) and step:
-        run.wait_until(lambda: run.latest() >= run.step + step)
+    victims = draw.choice([job.forks, job.forks, [draw.choice(job.forks)]])
+
+    def wait_until(predicate):
+        def reached_or_over():
+            return predicate() or not job.running()
+
+        harness.wait_until(reached_or_over, harness.LIMIT, job.screen, every=0.001)
+
+    wait_until(lambda: "processes on" in job.screen())
+    wait_until(lambda: run.latest() >= run.step + step)
     time.sleep(delay)
-    for end in victims:
-        end.process.kill()
+    for fork in victims:
+        fork.kill()
     return f"{len(victims)} killed {delay:.3f} s after step {run.step + step}"
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "stage, options",
-    [*((stage, ()) for stage in STAGES), ("13_sharded_checkpoints", ("--async-save",))],
+    [
+        *((stage, ()) for stage in (STAGE, *LATER)),
+        (first_with("sharded_checkpoints"), ("--async-save",)),
+    ],
 )
 def test_kills_at_random_moments_change_no_bit(
     stage, options, trained, several, device, tmp_path
 ):
-    flags = (*SHORT, *little_work(stage).flags)
+    flags = (*SHORT, *small_workload(stage).flags)
     reference = uninterrupted(trained, stage, several, *flags)
     draw, kills = random.Random(9), []
     for number in itertools.count():
@@ -143,12 +148,12 @@ def test_kills_at_random_moments_change_no_bit(
         run = Run(stage, folder, device, *own, processes=several)
         finished = False
         while not finished:
-            run.start()
-            moment = kill_at_some_moment(run, draw)
-            done = [end() for end in run.ends]
+            with run.start() as job:
+                moment = kill_at_some_moment(run, job, draw)
+                done = job.wait()
             expected = [run.step] if run.step else []
-            assert resumed_from(done[0].stdout) in ([], expected), moment
-            finished = done[0].returncode == 0
+            assert resumed_from(done.stdout) in ([], expected), moment
+            finished = done.ranks[0].returncode == 0
             if not finished:
                 kills[-1].append(moment)
                 assert -signal.SIGKILL in exit_codes(done), kills
@@ -158,22 +163,26 @@ def test_kills_at_random_moments_change_no_bit(
         assert len(run.steps()) == 2
 
 
-# The n-th call of which function it is, in one start after the other, and in which
-# directory it leaves a temporary file. In a run from the beginning, the first 14 calls
-# of fsync are those of the seven checkpoints of an epoch.
+# Before which event rank 0 is killed, in one start after the other, and in which
+# directory it leaves a temporary file. The pattern is of a file's new name.
+CHECKPOINT, WEIGHTS, METRICS = "*/step-*.pt", "*/last.pt", "*/metrics.jsonl"
+ONE_OF_EACH = [
+    ("os.rename", CHECKPOINT, 3, "checkpoints"),
+    ("os.rename", WEIGHTS, 1, "out"),
+]
 WHILE_SAVING = [
-    ("fsync", 1, "checkpoints"),  # the very first checkpoint, so it starts over
-    ("fsync", 5, "checkpoints"),
-    ("replace", 3, "checkpoints"),
-    ("unlink", 3, None),  # the new name is there, and the old checkpoint as well
-    ("fsync", 2, None),  # the new name is there, but not yet on the disk
-    ("fsync", 1, "checkpoints"),
+    ("os.rename", CHECKPOINT, 1, "checkpoints"),  # the very first: it starts over
+    ("os.rename", CHECKPOINT, 3, "checkpoints"),
+    ("open", CHECKPOINT, 1, None),  # while it loads
+    ("os.remove", CHECKPOINT, 1, None),  # the new name is there, and the old one, too
+    ("open", "*/checkpoints", 1, None),  # the new name may not be on the disk yet
+    ("open", "*/.step-*.tmp", 1, None),
+    ("os.rename", CHECKPOINT, 1, "checkpoints"),
 ]
 WHILE_SAVING_THE_EPOCH = [
-    ("fsync", 15, "out"),  # last.pt
-    ("fsync", 5, "out"),  # metrics.jsonl, after the two others
+    ("os.rename", WEIGHTS, 1, "out"),
+    ("os.rename", METRICS, 1, "out"),  # after the weights
 ]
-ONE_OF_EACH = [WHILE_SAVING[2], ("fsync", 13, "out")]
 
 
 def temporary_files(run):
@@ -184,7 +193,7 @@ def temporary_files(run):
 
 
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="rank 0 is killed while it writes a checkpoint, weights or metrics",
     sees="the next run says `resumed from step`; every file has its old contents or its"
     " new ones, and resuming removes the temporary file",
@@ -193,29 +202,25 @@ def temporary_files(run):
 )
 @pytest.mark.parametrize(
     "moments",
-    [
-        ONE_OF_EACH,
-        pytest.param(WHILE_SAVING, marks=pytest.mark.sweep),
-        pytest.param(WHILE_SAVING_THE_EPOCH, marks=pytest.mark.sweep),
-    ],
+    [ONE_OF_EACH, only_in_sweep(WHILE_SAVING), only_in_sweep(WHILE_SAVING_THE_EPOCH)],
     ids=["one_of_each", "while_saving", "while_saving_the_epoch"],
 )
 def test_kills_while_a_file_is_written(
     moments, trained, several, device, tmp_path, fault
 ):
     run = Run(STAGE, tmp_path, device, *SHORT, *EVERY_4, processes=several)
-    for name, call, leaves in moments:
-        before = temporary_files(run)
-        done = run.go(prepare=functools.partial(killed_at, call, name))
-        assert done[0].returncode == -signal.SIGKILL, (name, call)
+    for event, pattern, call, leaves in moments:
+        before, step = temporary_files(run), run.latest()
+        kill = partial(signalled_at_file, event, pattern, call=call, ranks=["0"])
+        done = run.run(code=None, prepare=kill)
+        assert exit_codes(done)[0] == -signal.SIGKILL, (event, pattern)
         after = temporary_files(run)
-        if leaves:
-            assert len(after[leaves] - before[leaves]) == 1, (name, call)
-        if call > 2 and name != "unlink":  # a checkpoint was written before the kill
+        for name, files in after.items():
+            assert len(files - before[name]) == (name == leaves), (event, pattern)
+        if step and step != run.latest():
             assert not after["checkpoints"] & before["checkpoints"]
-    done = run.go(seconds=fault.seconds)
-    assert exit_codes(done) == [0] * several
-    fault.assert_seen(done[0].stdout)
+    done = run.run()
+    fault.assert_seen(done.stdout)
     assert not temporary_files(run)["checkpoints"]
     assert_same(run.out_dir, uninterrupted(trained, STAGE, several, *SHORT))
     run.assert_no_step_is_lost_or_doubled(50)
@@ -227,24 +232,45 @@ DROPOUT += ("--batch-size", "12", "--arch", "squeezenet1_1", *EVERY_2)
 SEEDED = "torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))"
 
 
-@pytest.mark.parametrize("seeded", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("seeded", [True, only_in_sweep(False)])
 def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
     line = SEEDED if seeded else SEEDED.partition("(")[2][:-1]  # without manual_seed
     root = changed(STAGE, tmp_path / "copy", (SEEDED, line))
     whole = Run(STAGE, tmp_path / "whole", device, *DROPOUT, root=root, processes=two)
-    assert exit_codes(whole.go()) == [0, 0]
+    whole.run()
     parts = Run(STAGE, tmp_path / "parts", device, *DROPOUT, root=root, processes=two)
-    parts.go(prepare=functools.partial(signalled, 13, "SIGKILL"))
+    parts.stop(13, "SIGKILL")
     assert parts.latest() == 12
-    assert exit_codes(parts.go()) == [0, 0]
+    parts.run()
     difference = max_abs_diff(whole.out_dir / "last.pt", parts.out_dir / "last.pt")
     assert (difference == 0) == seeded
     assert (rows(whole.out_dir) == rows(parts.out_dir)) == seeded
 
 
 # ---- torchrun's restarts -------------------------------------------------------------
+# In the 13th step of each start, the others wait to be ended by torchrun.
+KILLS = """
+import itertools
+import signal
+import time
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+count = itertools.count(1)
+kills = dict(enumerate(KILLS))
+
+def kill(*_):
+    victims = kills.get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    if victims and next(count) == 13:
+        if dist.get_rank() in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+
+register_optimizer_step_pre_hook(kill)
+"""
+
+
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="one rank or all of them are killed, under `--max-restarts=3`",
     sees="what torchrun says of every stage, `failed (exitcode: -9)`, then"
     " `resumed from step`; exit code 0 in the end",
@@ -253,36 +279,18 @@ def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
 )
 @pytest.mark.parametrize(
     "kills",
-    [
-        [[1]],
-        pytest.param([[1], [0, 1], [0]], marks=pytest.mark.sweep),
-    ],
+    [[[1]], only_in_sweep([[1], [0, 1], [0]])],
     ids=["once", "as_often_as_the_command_allows"],
 )
 def test_torchrun_restarts_killed_ranks(kills, trained, two, device, tmp_path, fault):
-    flags = ("--epochs", str(2 * len(kills)))
-    own = (*flags, "--checkpoint-every", "10", "--device", device)
-    arguments, variables = torchrun_command(STAGE, two, tmp_path, *own)
-    draw, moments = random.Random(3), []
-
-    def latest():
-        return max((tmp_path / "checkpoints").glob("step-*.pt"), default=None)
-
-    with started(arguments, tmp_path, **variables) as child:
-        for number, victims in enumerate(kills, start=1):
-            child.wait_for("processes on", times=number)
-            before = latest()
-            wait_until(lambda old=before: latest() != old, fault.seconds, child.screen)
-            delay = draw.uniform(0, 0.05)
-            moments.append((latest(), victims, delay))
-            time.sleep(delay)
-            living = ranks(child)
-            assert len(living) == 2, moments
-            kill(living[rank] for rank in victims)
-        assert child.wait(fault.seconds) == 0, child.screen()
-        assert len(resumed_from(child.screen())) == len(kills), moments
-        fault.assert_seen(child.screen())
-    assert_same(tmp_path / "out", uninterrupted(trained, STAGE, two, *flags), moments)
+    root = injected(STAGE, tmp_path / "copy", KILLS.replace("KILLS", str(kills)))
+    run = Run(STAGE, tmp_path, device, *SHORT, "--checkpoint-every", "10")
+    words = shlex.split(registry()[STAGE].command)  # with --max-restarts=3
+    words[words.index(f"{STAGE}/train.py")] = root / STAGE / "train.py"
+    done = harness.run([*words, *run.flags], tmp_path / "screen")
+    assert resumed_from(done.stdout) == [10, 20, 30][: len(kills)]
+    fault.assert_seen(done.stdout + done.stderr)
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *SHORT))
 
 
 # ---- on another number of processes --------------------------------------------------
@@ -294,9 +302,9 @@ def stopped_at_36(device, tmp_path_factory):
     def get(processes, stage=STAGE):
         if (stage, processes) not in runs:
             folder = tmp_path_factory.mktemp(f"on-{processes}")
-            flags = (*DOUBLE, *EVERY_4, *little_work(stage).flags)
+            flags = (*DOUBLE, *EVERY_4, *small_workload(stage).flags)
             run = Run(stage, folder, device, *flags, processes=processes)
-            run.go(prepare=functools.partial(signalled, 37, "SIGKILL"))
+            run.stop(37, "SIGKILL")
             assert run.latest() == 36
             runs[stage, processes] = run
         return runs[stage, processes]
@@ -304,21 +312,15 @@ def stopped_at_36(device, tmp_path_factory):
     return get
 
 
-PAIRS = list(itertools.product(range(1, 5), repeat=2))
-# Those that shard the weights are on several numbers of processes in test_fsdp.py, too.
+PAIRS = [(STAGE, *pair) for pair in itertools.product(range(1, 5), repeat=2)]
+# These are on several numbers of processes in test_fsdp.py, too.
 PAIRS_SHARDED = [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3), (3, 4), (4, 1)]
-FEW = [(STAGE, 3, 3), (STAGE, 3, 2)]
-FEW += [("12_fsdp", 3, 3)]
+PAIRS += [(stage, *pair) for stage in SHARDS for pair in PAIRS_SHARDED]
+FEW = [(STAGE, 3, 3), (STAGE, 3, 2), (SHARDS[0], 3, 3)]
 
 
 @pytest.mark.parametrize(
-    "stage, before, after",
-    [
-        swept_unless((stage, *pair) in FEW, stage, *pair)
-        for stage in STAGES
-        if stage == STAGE or shards_the_weights(stage)
-        for pair in (PAIRS if stage == STAGE else PAIRS_SHARDED)
-    ],
+    "stage, before, after", [only_in_sweep(*one, unless=one in FEW) for one in PAIRS]
 )
 def test_a_run_resumes_on_any_number_of_processes(
     stage, before, after, trained, stopped_at_36, device, tmp_path
@@ -332,12 +334,10 @@ def test_a_run_resumes_on_any_number_of_processes(
         pytest.skip(f"{max(before, after)} processes need as many GPUs")
     for name in ("checkpoints", "out"):
         shutil.copytree(stopped_at_36(before, stage).folder / name, tmp_path / name)
-    work = little_work(stage)
+    work = small_workload(stage)
     flags = (*DOUBLE, *work.flags)
     run = Run(stage, tmp_path, device, *flags, *EVERY_4, processes=after)
-    done = run.go()
-    assert exit_codes(done) == [0] * after
-    assert resumed_from(done[0].stdout) == [36]
+    assert resumed_from(run.run().stdout) == [36]
     reference = uninterrupted(trained, stage, before, *flags)
     if before == after:
         assert_same(run.out_dir, reference)
@@ -388,17 +388,17 @@ def test_skip_first_batches_leaves_the_rest_of_the_epoch(processes, workers):
 # ---- what a run refuses, and what may change -----------------------------------------
 def assert_refused(run, done, named):
     """Assert that all ranks said the same line, and that nothing was written."""
-    for one in done:
+    for one in done.ranks:
         ours = [line for line in one.stderr.splitlines() if "skipping" not in line]
         one.stderr = "\n".join(ours)
         assert_one_error_line(one, f"--checkpoint-dir: {named}")
-    assert len({one.stderr for one in done}) == 1
-    assert "epoch" not in done[0].stdout
+    assert len({one.stderr for one in done.ranks}) == 1
+    assert "epoch" not in done.stdout
     assert not run.out_dir.exists()
 
 
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="the checkpoints were written with another learning rate, batch, model, seed,"
     " number of epochs, or any other flag that can change the weights",
     sees="`train.py: error: --checkpoint-dir: ... was written with --..., not ...; use"
@@ -409,15 +409,15 @@ def assert_refused(run, done, named):
 def test_a_run_with_other_flags_is_refused_by_all_ranks(stopped, fault):
     """In test_checkpointer.py there is a case for each flag."""
     before = stopped.files()
-    done = stopped.go("--lr", "0.1", seconds=fault.seconds)
-    fault.assert_seen(done[0].stderr)
+    done = stopped.run("--lr", "0.1", code=2)
+    fault.assert_seen(done.stderr)
     path = stopped.paths()[0]
     assert_refused(stopped, done, f"{path} was written with --lr 0.05, not 0.1;")
     assert stopped.files() == before
 
 
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="no checkpoint in the directory can be read",
     sees="`train.py: error: --checkpoint-dir: no checkpoint can be read, not even ...`;"
     " exit code 2",
@@ -428,15 +428,15 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
     for path in stopped.paths():
         path.write_text("not a checkpoint")
     before = stopped.files()
-    done = stopped.go(seconds=fault.seconds)
-    fault.assert_seen(done[0].stderr)
+    done = stopped.run(code=2)
+    fault.assert_seen(done.stderr)
     path = stopped.paths()[0]
     assert_refused(stopped, done, f"no checkpoint can be read, not even {path}")
     assert stopped.files() == before
 
 
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="`--checkpoint-dir` is on a disk that one of the nodes does not see",
     sees="`train.py: error: --checkpoint-dir: ... must be on a disk that every node"
     " sees`, from the ranks on that node; exit code 2",
@@ -444,24 +444,23 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
     lost="nothing is written or removed",
 )
 def test_rank_0_decides_and_every_rank_reads(stopped, two, fault):  # noqa: ARG001
-    prepare = functools.partial(blind_and_broadcasts_printed, "1")
+    """Rank 1 names a path that rank 0 has sent, and does not get what it holds."""
     path = stopped.paths()[0]
     before = stopped.files()
-    rank_0, rank_1 = stopped.start(prepare=prepare, seconds=fault.seconds)
-    done = rank_1()
-    assert_one_error_line(done, f"{path} must be on a disk that every node sees")
-    fault.assert_seen(done.stderr)
-    assert done.stdout == f"broadcast: {path!r}\n"  # and not what it holds
-    assert rank_0().returncode == 1  # its connection broke
+    done = stopped.run(code=None, prepare=partial(hide_checkpoints, "1"))
+    rank_0, rank_1 = done.ranks
+    assert_one_error_line(rank_1, f"{path} must be on a disk that every node sees")
+    fault.assert_seen(rank_1.stderr)
+    assert rank_0.returncode == 1  # its connection broke
     assert stopped.files() == before
 
 
 HARMLESS = {
-    "activation_checkpointing": None,  # stage 13 has it
-    "async_save": None,  # stage 13 has it
+    "activation_checkpointing": None,  # later stages have it
+    "async_save": None,  # later stages have it
     "checkpoint_every": "7",
-    "checkpoint_minutes": None,  # stage 10 has it: see test_preemption.py
-    "sample": None,  # stage 11 has it
+    "checkpoint_minutes": None,  # later stages have it: see test_preemption.py
+    "sample": None,  # later stages have it
     "data_dir": "elsewhere",
     "device": None,  # there is no other one here
     "evaluate": None,  # does not train
@@ -482,9 +481,7 @@ def test_harmless_flags_may_change(trained, stopped_at_36, several, device, tmp_
             flags += [f"--{name.replace('_', '-')}", value]
     others = {"checkpoint_dir", "out_dir", "download", "save_logits"}
     assert HARMLESS.keys() | others == HARMLESS_FLAGS
-    done = run.go(*flags)
-    assert exit_codes(done) == [0] * several, done
-    assert resumed_from(done[0].stdout) == [36]
+    assert resumed_from(run.run(*flags).stdout) == [36]
     reference = uninterrupted(trained, STAGE, several, *DOUBLE)
     assert max_abs_diff(run.out_dir / "last.pt", reference.weights) <= 1e-10
     run.assert_no_step_is_lost_or_doubled(50)
@@ -494,15 +491,14 @@ def test_harmless_flags_may_change(trained, stopped_at_36, several, device, tmp_
 def test_evaluate_does_not_look_at_the_checkpoints(stopped, trained):
     reference = uninterrupted(trained, STAGE, stopped.processes, *SHORT)
     before = stopped.files()
-    done = stopped.go("--evaluate", reference.weights, "--lr", "0.1")
-    assert exit_codes(done) == [0] * stopped.processes, done
+    done = stopped.run("--evaluate", reference.weights, "--lr", "0.1")
     val = reference.epochs[-1].partition("val ")[2]
-    assert done[0].stdout == f"val {val}\n"
+    assert done.stdout == f"val {val}\n"
     assert stopped.files() == before
 
 
 @pytest.mark.fault(
-    stages="09 to 13",
+    since="checkpoints",
     what="the training set has another size, or torch another version, than when the"
     " checkpoint was written",
     sees="`warning: ... was written with torch_version ..., not ...`, once",
@@ -513,16 +509,16 @@ def test_another_torch_version_is_a_warning(stopped, fault):
     latest = stopped.paths()[0]
     state = checkpointer.read(latest)
     checkpoint.save(state | {"torch_version": "2.0.0"}, latest)
-    done = stopped.go("--epochs", "2", seconds=fault.seconds)
-    assert exit_codes(done) == [0] * stopped.processes
-    fault.assert_seen(done[0].stderr)
-    assert resumed_from(done[0].stdout) == [14]
-    assert "".join(one.stderr for one in done).count("warning: ") == 1
+    done = stopped.run()
+    fault.assert_seen(done.stderr)
+    assert resumed_from(done.stdout) == [14]
+    assert done.stderr.count("warning: ") == 1
 
 
 # ---- corrupt checkpoints and full disks ----------------------------------------------
 @pytest.mark.fault(
-    stages="09 to 12",
+    since="checkpoints",
+    without="sharded_checkpoints",
     what="the latest checkpoint is corrupt, or another file has its name",
     sees="`skipping corrupt checkpoint ...step-...pt (...)`; the run is resumed from"
     " the one before",
@@ -535,15 +531,13 @@ def test_corrupt_checkpoints_are_skipped(stopped, trained, fault):
     latest.write_bytes(latest.read_bytes()[:300_000])
     later = latest.with_name("step-000000020.pt")
     torch.save({"weight": torch.zeros(3)}, later)
-    done = stopped.go(seconds=fault.seconds)
-    assert exit_codes(done) == [0] * stopped.processes
-    fault.assert_seen(done[0].stderr)
-    lines = [line for line in done[0].stderr.splitlines() if "skipping" in line]
-    assert [
-        str(path) in line for path, line in zip((later, latest), lines, strict=True)
-    ]
-    assert not any("skipping" in one.stderr for one in done[1:])
-    assert resumed_from(done[0].stdout) == [step_of(older)] == [12]
+    done = stopped.run()
+    fault.assert_seen(done.stderr)
+    lines = [line for line in done.stderr.splitlines() if "skipping" in line]
+    for path, line in zip((later, latest), lines, strict=True):
+        assert str(path) in line
+    assert not any("skipping" in one.stderr for one in done.ranks[1:])
+    assert resumed_from(done.stdout) == [step_of(older)] == [12]
     reference = uninterrupted(trained, STAGE, stopped.processes, *SHORT)
     assert_same(stopped.out_dir, reference)
     stopped.assert_no_step_is_lost_or_doubled(50)
@@ -551,7 +545,8 @@ def test_corrupt_checkpoints_are_skipped(stopped, trained, fault):
 
 
 @pytest.mark.fault(
-    stages="09 to 12",
+    since="checkpoints",
+    without="sharded_checkpoints",
     what="a checkpoint cannot be written because the disk is full",
     sees="`step ...: checkpoint not written (...)`; the training continues",
     seconds=60,
@@ -560,16 +555,16 @@ def test_corrupt_checkpoints_are_skipped(stopped, trained, fault):
 )
 def test_a_full_disk_ends_no_run(stopped, trained, fault):
     before = stopped.files()
-    prepare = functools.partial(no_large_files, 400_000)
-    done = stopped.go(prepare=prepare, seconds=fault.seconds)
-    assert exit_codes(done) == [0] * stopped.processes
+    done = stopped.run(prepare=partial(no_large_files, 400_000))
+    rank_0, *others = done.ranks
+    fault.assert_seen(rank_0.stderr)
     written = (stopped.out_dir / "last.pt").stat().st_size
     assert written < 400_000 < len(before["step-000000014.pt"])
     lines = re.findall(
-        r"^step (\d+): checkpoint not written \(.+\)$", done[0].stderr, re.M
+        r"^step (\d+): checkpoint not written \(.+\)$", rank_0.stderr, re.M
     )
     assert lines == ["16", "20", "24", "25", "28", "32", "36", "40", "44", "48", "50"]
-    assert not any("not written" in one.stderr for one in done[1:])
+    assert not any("not written" in one.stderr for one in others)
     assert stopped.files() == before
     reference = uninterrupted(trained, STAGE, stopped.processes, *SHORT)
     assert_same(stopped.out_dir, reference)

@@ -26,27 +26,17 @@ from common import sharded_checkpointer
 from common.model import GPT
 from common.model import decay_groups
 from common.sharded_checkpointer import check
-from nbtools.lesson import max_abs_diff
 from tests import fsdp_ranks
-from tests.conftest import swept_unless
+from tests.conftest import only_in_sweep
+from tests.fault_injection import devices_of_weights_printed
+from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import infinite_gradient
-from tests.fault_injection import killed_at
 from tests.fault_injection import nan_logits
+from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled
-from tests.fault_injection import signalled_and_slow_to_write
+from tests.fault_injection import signalled_at_file
 from tests.fault_injection import slow_to_write
-from tests.harness import assert_one_error_line
-from tests.harness import call_all
-from tests.harness import call_in_forks
-from tests.harness import counts
-from tests.harness import fork_ranks
-from tests.harness import little_work
-from tests.harness import load_stage
-from tests.harness import plain
-from tests.resume_faults import blind
-from tests.resume_faults import devices_of_the_model_printed
-from tests.resume_faults import killed_while_loading
-from tests.resume_faults import unable_to_write
+from tests.resume_harness import EVERY_4
 from tests.resume_harness import NEVER
 from tests.resume_harness import SHORT
 from tests.resume_harness import Run
@@ -56,13 +46,21 @@ from tests.resume_harness import read_state
 from tests.resume_harness import resumed_from
 from tests.resume_harness import step_of
 from tests.resume_harness import uninterrupted
-from tools.stages import stages
+from tests.training import DOUBLE
+from tests.training import assert_one_error_line
+from tests.training import call_all
+from tests.training import counts
+from tests.training import load_stage
+from tests.training import plain
+from tests.training import run_stage
+from tests.training import small_workload
+from tools.harness import call_in_forks
+from tools.stages import first_with
+from tools.weights import max_abs_diff
 
-STAGE = stages()[12]
-BEFORE = stages()[11]
-EVERY_4 = ("--checkpoint-every", "4")
-DOUBLE = ("--dtype", "float64", "--epochs", "2")
-WORK = little_work(STAGE, 600)  # 10 steps in an epoch
+STAGE = first_with("sharded_checkpoints")
+BEFORE = first_with("shards")
+WORK = small_workload(STAGE, 600)  # 10 steps in an epoch
 SUMS = torch.arange(4, dtype=torch.float64).reshape(1, 4)
 BOTH = pytest.mark.parametrize("async_save", [False, True], ids=["save", "async_save"])
 
@@ -455,6 +453,15 @@ def test_checkpoints_in_one_file_each_are_refused(make, capsys, tmp_path):
     assert names(folder) == {"step-000000004.pt"}
 
 
+def test_save_is_an_error_since_it_would_write_no_weights(make, tmp_path):
+    training = make()
+    training.save(1)
+    before = contents(tmp_path)
+    with pytest.raises(TypeError, match=r"dcp\.save\(.*with ckpt\.saving\("):
+        training.ckpt.save(2, SUMS)
+    assert contents(tmp_path) == before
+
+
 def test_other_flags_are_refused(make, capsys, tmp_path):
     make().save(1)
     before = contents(tmp_path)
@@ -613,17 +620,22 @@ def make_run(folder, device, *flags, processes=2):
     return Run(STAGE, folder, device, *WORK.flags, *flags, processes=processes)
 
 
-# The n-th call of which function it is, in one start after the other. For a checkpoint
-# a rank calls fsync for its shards, and rank 0 four more times: for .metadata, twice
-# for rest.pt, and for the new name. It renames .metadata, the new checkpoint and an old
-# one that it is about to remove.
+# Before which event a rank is killed, in one start after the other: of a file that is
+# opened, of the new name of one that is renamed, or of a folder that is removed.
 KILLS = [
-    ("rename", 4),  # the second checkpoint is there, except for its name
-    ("fsync", 10),  # it has its name, which may not be on the disk yet
-    ("rmtree", 1),
+    ("os.rename", "*/step-*", 2),  # the second checkpoint is there, except for its name
+    ("open", "*/checkpoints", 2),  # it has its name, which may not be on the disk yet
+    ("shutil.rmtree", "*.removed.tmp", 1),
 ]
-MORE_KILLS = [("fsync", 2), ("fsync", 3), ("fsync", 4), ("replace", 1), ("rename", 1)]
-MORE_KILLS += [("fsync", 5), ("rename", 5)]  # an old one is about to be removed
+MORE_KILLS = [
+    ("open", "*/__1_0.distcp", 1),  # rank 1 has written nothing
+    ("open", "*/__0_0.distcp", 2),  # written, and about to be read for its checksum
+    ("os.rename", "*/.metadata", 1),
+    ("os.rename", "*/rest.pt", 1),
+    ("os.rename", "*/step-*", 1),
+    ("open", "*/checkpoints", 1),
+    ("os.rename", "*.removed.tmp", 1),  # an old one is about to be removed
+]
 
 
 @pytest.mark.parametrize(
@@ -631,8 +643,8 @@ MORE_KILLS += [("fsync", 5), ("rename", 5)]  # an old one is about to be removed
     [
         (KILLS, ()),
         (KILLS, ("--async-save",)),
-        swept_unless(False, MORE_KILLS, ()),
-        swept_unless(False, MORE_KILLS, ("--async-save",)),
+        only_in_sweep(MORE_KILLS, ()),
+        only_in_sweep(MORE_KILLS, ("--async-save",)),
     ],
     ids=["few", "few_async", "many", "many_async"],
 )
@@ -641,16 +653,15 @@ def test_kills_while_a_checkpoint_is_written(
 ):
     """What has a checkpoint's name is complete, and no bit of the result differs."""
     run = make_run(tmp_path, device, *SHORT, *EVERY_4, *flags, processes=two)
-    for name, call in kills:
-        done = run.go(prepare=functools.partial(killed_at, call, name))
-        assert -signal.SIGKILL in exit_codes(done), (name, call)
-        assert "hung" not in exit_codes(done), (name, call)
-        assert resumed_from(done[0].stdout) in ([], [run.step])
+    for event, pattern, call in kills:
+        kill = functools.partial(signalled_at_file, event, pattern, call=call)
+        done = run.run(code=None, prepare=kill)
+        assert -signal.SIGKILL in exit_codes(done), (event, pattern)
+        assert resumed_from(done.stdout) in ([], [run.step])
         assert run.latest() >= run.step
         for path in run.paths():
             assert_complete(path)
-    done = run.go()
-    assert exit_codes(done) == [0] * two, done
+    run.run()
     assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *SHORT, *WORK.flags))
     run.assert_no_step_is_lost_or_doubled(20)
     assert names(run.checkpoint_dir) == {"step-000000016", "step-000000020"}
@@ -658,7 +669,7 @@ def test_kills_while_a_checkpoint_is_written(
 
 @pytest.mark.parametrize(
     "flags",
-    [swept_unless(False, ()), ("--async-save",)],
+    [only_in_sweep(()), ("--async-save",)],
     ids=["save", "async_save"],
 )
 def test_a_run_resumes_on_one_number_of_processes_after_another(
@@ -677,11 +688,8 @@ def test_a_run_resumes_on_one_number_of_processes_after_another(
     ):
         options = (*DOUBLE, *EVERY_4, *flags)
         run = make_run(tmp_path, device, *options, processes=processes)
-        prepare = functools.partial(signalled, step, name) if step else None
-        done = run.go(prepare=prepare)
-        assert "hung" not in exit_codes(done), done
-        assert (exit_codes(done) == [0] * processes) == (step is None), done
-        assert resumed_from(done[0].stdout) == ([before] if before else [])
+        done = run.stop(step, name) if step else run.run()
+        assert resumed_from(done.stdout) == ([before] if before else [])
         before = run.latest()
         assert before in latest
     whole = uninterrupted(trained, BEFORE, 1, *DOUBLE, *WORK.flags)
@@ -690,7 +698,7 @@ def test_a_run_resumes_on_one_number_of_processes_after_another(
 
 
 @pytest.mark.fault(
-    stages="13",
+    since="sharded_checkpoints",
     what="one rank cannot write its shards because its disk is full",
     sees="`step-...: checkpoint not written (rank 1: ...)`; the training continues",
     seconds=60,
@@ -698,19 +706,18 @@ def test_a_run_resumes_on_one_number_of_processes_after_another(
 )
 @pytest.mark.parametrize(
     "flags",
-    [swept_unless(False, ()), ("--async-save",)],
+    [only_in_sweep(()), ("--async-save",)],
     ids=["save", "async_save"],
 )
 def test_rank_1_alone_cannot_write(flags, trained, two, device, tmp_path, fault):
     """Then no rank has written a checkpoint; training continues."""
     run = make_run(tmp_path, device, *SHORT, *EVERY_4, *flags, processes=two)
-    run.go(prepare=functools.partial(signalled, 5, "SIGTERM"))
+    run.stop(5, "SIGTERM")
     assert run.steps() == [6, 4]
     before = run.files()
-    prepare = functools.partial(unable_to_write, "1", 100_000)
-    rank_0, rank_1 = run.go(prepare=prepare, seconds=fault.seconds)
+    prepare = functools.partial(no_large_files, 100_000, ranks=["1"])
+    rank_0, rank_1 = run.run(prepare=prepare).ranks
     fault.assert_seen(rank_0.stderr)
-    assert (rank_0.returncode, rank_1.returncode) == (0, 0)
     pattern = r"^step-(\d{9}): checkpoint not written \(rank 1: .+\)$"
     failed = [int(step) for step in re.findall(pattern, rank_0.stderr, re.M)]
     assert failed == [8, 10, 12, 16, 20]
@@ -721,7 +728,7 @@ def test_rank_1_alone_cannot_write(flags, trained, two, device, tmp_path, fault)
 
 
 @pytest.mark.fault(
-    stages="13",
+    since="sharded_checkpoints",
     what="a file of the latest checkpoint is corrupt or missing",
     sees="`skipping corrupt checkpoint ...step-... (rank ...)`; all ranks resume from"
     " the checkpoint before",
@@ -731,11 +738,11 @@ def test_rank_1_alone_cannot_write(flags, trained, two, device, tmp_path, fault)
 def test_a_shard_that_only_rank_1_reads_is_damaged(two, device, tmp_path, fault):
     """All ranks skip the checkpoint together."""
     run = make_run(tmp_path, device, *SHORT, *EVERY_4, processes=two)
-    run.go(prepare=functools.partial(signalled, 7, "SIGTERM"))
+    run.stop(7, "SIGTERM")
     latest, older = run.paths()
     with_a_bit_flipped(latest / "__1_0.distcp")
-    stop = functools.partial(signalled, 5, "SIGTERM")
-    rank_0, rank_1 = run.go(prepare=stop, seconds=fault.seconds)
+    first_step = functools.partial(signalled, 1, "SIGTERM")
+    rank_0, rank_1 = run.run(code=128 + signal.SIGTERM, prepare=first_step).ranks
     fault.assert_seen(rank_0.stderr)
     assert resumed_from(rank_0.stdout) == [step_of(older)] == [4]
     (line,) = [line for line in rank_0.stderr.splitlines() if "step-" in line]
@@ -745,7 +752,7 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(two, device, tmp_path, fault)
     for path in run.paths():
         with_a_bit_flipped(path / ".metadata")
     before = run.files()
-    for one in run.go():
+    for one in run.run(code=2).ranks:
         *skipped, line = one.stderr.splitlines()
         one.stderr = line
         assert_one_error_line(one, "no checkpoint can be read, not even")
@@ -755,9 +762,10 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(two, device, tmp_path, fault)
 @pytest.mark.sweep
 def test_a_rank_that_does_not_see_the_checkpoints(two, device, tmp_path):
     run = make_run(tmp_path, device, *SHORT, *EVERY_4, processes=two)
-    run.go(prepare=functools.partial(signalled, 5, "SIGTERM"))
+    run.stop(5, "SIGTERM")
     before = run.files()
-    rank_0, rank_1 = run.go(prepare=functools.partial(blind, "1"))
+    hide = functools.partial(hide_checkpoints, "1")
+    rank_0, rank_1 = run.run(code=None, prepare=hide).ranks
     seen = f"{run.paths()[0]} must be on a disk that every node sees"
     assert_one_error_line(rank_1, seen)
     assert rank_0.returncode == 1  # its connection broke
@@ -767,9 +775,9 @@ def test_a_rank_that_does_not_see_the_checkpoints(two, device, tmp_path):
 def test_a_signal_waits_for_the_save_that_goes_on(two, device, tmp_path):
     """A launcher would take the first end for a failure, and kill the other rank."""
     run = make_run(tmp_path, device, *SHORT, *NEVER, "--async-save", processes=two)
-    prepare = functools.partial(signalled_and_slow_to_write, 5, 0.3)
-    done = run.go(prepare=prepare)
-    assert exit_codes(done) == [128 + signal.SIGTERM] * two, done
+    slow = functools.partial(slow_to_write, 0.5)
+    stop = functools.partial(signalled, 5, "SIGTERM")
+    run.run(code=128 + signal.SIGTERM, prepare=functools.partial(call_all, slow, stop))
     assert names(run.checkpoint_dir) == {"step-000000006"}
     assert_complete(run.paths()[0])
 
@@ -777,11 +785,10 @@ def test_a_signal_waits_for_the_save_that_goes_on(two, device, tmp_path):
 def test_ranks_that_fail_end_after_the_save_that_goes_on(two, device, tmp_path):
     flags = (*SHORT, *EVERY_4, "--async-save")
     run = make_run(tmp_path, device, *flags, processes=two)
-    slow = functools.partial(slow_to_write, 0.3)
+    slow = functools.partial(slow_to_write, 0.5)
     failing = functools.partial(nan_logits, 5)
-    done = run.go(prepare=functools.partial(call_all, slow, failing))
-    assert exit_codes(done) == [1] * two, done
-    assert "FloatingPointError: rank 1, step 5: " in done[1].stderr
+    done = run.run(code=1, prepare=functools.partial(call_all, slow, failing))
+    assert "FloatingPointError: rank 1, step 5: " in done.ranks[1].stderr
     assert names(run.checkpoint_dir) == {"step-000000004"}
     assert_complete(run.paths()[0])
 
@@ -789,11 +796,12 @@ def test_ranks_that_fail_end_after_the_save_that_goes_on(two, device, tmp_path):
 def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_path):
     """The checkpoint stays the latest: it is not taken for a corrupt one."""
     run = make_run(tmp_path, device, *SHORT, *EVERY_4, processes=two)
-    run.go(prepare=functools.partial(signalled, 5, "SIGTERM"))
+    run.stop(5, "SIGTERM")
     before = run.files()
-    done = run.go(prepare=functools.partial(killed_while_loading, "1"))
+    reads_shards = functools.partial(signalled_at_file, "open", "*.distcp", ranks=["1"])
+    done = run.run(code=None, prepare=reads_shards)
     assert exit_codes(done) == [1, -signal.SIGKILL]
-    assert "skipping" not in done[0].stderr
+    assert "skipping" not in done.stderr
     assert run.files() == before
 
 
@@ -802,17 +810,14 @@ def test_a_checkpoint_before_the_first_optimizer_step(two, device, tmp_path):
     flags = (*WORK.flags, "--amp", "fp16", "--epochs", "1", "--device", device)
     overflow = functools.partial(infinite_gradient, 1)
     own = [*flags, "--out-dir", tmp_path / "before"]
-    ends = fork_ranks(BEFORE, two, own, tmp_path / "screens", prepare=overflow)
-    assert [end().returncode for end in ends] == [0] * two
+    run_stage(BEFORE, two, own, tmp_path / "screens", prepare=overflow)
     flags = (*flags, "--checkpoint-every", "1")
     run = Run(STAGE, tmp_path, device, *flags, processes=two)
-    stop = functools.partial(signalled, 2, "SIGKILL")
-    run.go(prepare=functools.partial(call_all, overflow, stop))
+    kill = functools.partial(signalled, 1, "SIGKILL")  # in step 2: step 1 is skipped
+    run.run(code=None, prepare=functools.partial(call_all, overflow, kill))
     assert run.steps() == [1]
     assert read_state(run.paths()[0])["scheduler"]["last_epoch"] == 0
-    done = run.go()
-    assert exit_codes(done) == [0] * two, done
-    assert resumed_from(done[0].stdout) == [1]
+    assert resumed_from(run.run().stdout) == [1]
     weights = tmp_path / "before/last.pt"
     assert max_abs_diff(run.out_dir / "last.pt", weights) == 0
 
@@ -824,11 +829,9 @@ def weights(several, device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     flags = [*WORK.flags, "--epochs", "1", "--device", device, "--sample", "0"]
     flags += ["--out-dir", folder / "out"]
-    prepare = devices_of_the_model_printed
-    ends = fork_ranks(STAGE, several, flags, folder, prepare=prepare)
-    done = [end() for end in ends]
-    assert exit_codes(done) == [0] * several, done
-    return folder / "out/last.pt", done
+    prepare = devices_of_weights_printed
+    done = run_stage(STAGE, several, flags, folder, prepare=prepare)
+    return folder / "out/last.pt", done.ranks
 
 
 def test_only_rank_0_has_whole_weights(weights, two):
@@ -858,7 +861,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize(
     "damage, processes",
-    [swept_unless(n == 2, d, n) for d in DAMAGED for n in (1, 2, 3)],
+    [only_in_sweep(d, n, unless=n == 2) for d in DAMAGED for n in (1, 2, 3)],
 )
 def test_evaluate_refuses_other_files(damage, processes, weights, device, tmp_path):
     if processes not in counts(device):
@@ -866,21 +869,20 @@ def test_evaluate_refuses_other_files(damage, processes, weights, device, tmp_pa
     path = shutil.copy(weights[0], tmp_path / "weights.pt")
     damage(path)
     flags = [*WORK.flags, "--evaluate", path, "--device", device]
-    done = [end() for end in fork_ranks(STAGE, processes, flags, tmp_path)]
-    for one in done:
+    for one in run_stage(STAGE, processes, flags, tmp_path, code=2).ranks:
         assert_one_error_line(one, f"--evaluate: {path} {DAMAGED[damage]}")
 
 
 def test_evaluate_gives_the_metrics_of_the_training(weights, two, device, tmp_path):
     path, (training, *_) = weights
     flags = [*WORK.flags, "--evaluate", path, "--device", device]
-    rank_0, rank_1 = [end() for end in fork_ranks(STAGE, two, flags, tmp_path)]
+    rank_0, rank_1 = run_stage(STAGE, two, flags, tmp_path).ranks
     val = re.search("^epoch 1: .*(val .*)$", training.stdout, re.M)[1]
     assert (rank_0.stdout, rank_1.stdout) == (f"{val}\n", "")
     assert rank_1.stderr == ""
 
 
-@pytest.mark.parametrize("keep_unsharded", [False, swept_unless(False, True)])
+@pytest.mark.parametrize("keep_unsharded", [False, only_in_sweep(True)])
 def test_activations_are_computed_again(keep_unsharded, tmp_path):
     """No bit of the weights differs, less is kept, and the same is exchanged."""
     seen = []

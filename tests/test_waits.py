@@ -1,4 +1,4 @@
-"""How often a step makes Python wait for the device: never; once from stage 05 on."""
+"""How often a step makes Python wait for the device, and the counter that shows it."""
 
 import functools
 import json
@@ -7,28 +7,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
 
-from benchmarks.instrument import Waits
-from benchmarks.instrument import between_steps
-from tests.conftest import swept_unless
-from tests.harness import changed
-from tests.harness import fork_ranks
-from tests.harness import little_work
+from tests.conftest import only_in_sweep
+from tests.training import changed
+from tests.training import run_stage
+from tests.training import sharded
+from tests.training import small_workload
+from tools.counting import Collectives
+from tools.counting import Waits
+from tools.counting import between_steps
+from tools.harness import call_in_forks
 from tools.stages import ROOT
+from tools.stages import features
+from tools.stages import first_with
 from tools.stages import stages
 
 FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
-EXPECTED = {stage: 0 if int(stage[:2]) < 5 else 1 for stage in stages()}
+# A forked process is told to count. One that a script spawns is not: test_benchmark.py.
 CASES = [
-    swept_unless(amp == "off" or stage == "05_amp", stage, amp)
+    only_in_sweep(stage, amp, unless=amp == "off" or stage == first_with("amp"))
     for stage in stages()
-    for amp in ("off", "bf16", "fp16")
-    if amp == "off" or EXPECTED[stage]
+    for amp in (("off", "bf16", "fp16") if "amp" in features(stage) else ("off",))
+    if "spawn" not in features(stage)
 ]
 
 
 def count_waits(folder):
-    """Have this process, or one that it forks, write how often it waits per step."""
+    """Have this process write how often it waits per step."""
     waits = Waits()
 
     def end():
@@ -41,32 +48,36 @@ def count_waits(folder):
 
 def waits_per_step(stage, processes, flags, folder, root=ROOT):
     """Return what each rank counted in an epoch of 25 steps."""
-    flags = ["--epochs", "1", *little_work(stage).flags, *flags]
+    flags = ["--epochs", "1", *small_workload(stage).flags, *flags]
     prepare = functools.partial(count_waits, folder)
-    ends = fork_ranks(stage, processes, flags, folder, root=root, prepare=prepare)
-    done = [end() for end in ends]
-    assert [one.returncode for one in done] == [0] * len(done), done
+    run_stage(stage, processes, flags, folder, root=root, prepare=prepare)
     return [json.loads(path.read_text()) for path in folder.glob("waits-*.json")]
 
 
 @pytest.mark.parametrize("stage, amp", CASES)
-def test_waits_per_step(stage, amp, several, device, tmp_path):
-    processes = several if int(stage[:2]) >= 3 else 1
-    flags = ["--device", device] + (["--amp", amp] if EXPECTED[stage] else [])
-    if int(stage[:2]) >= 8:
-        flags += ["--grad-accum-steps", "3"]
+def test_a_step_waits_only_with_mixed_precision_and_then_once(
+    stage, amp, several, device, tmp_path
+):
+    """It waits for the gradient's norm, which tells whether the gradient is finite."""
+    has = features(stage)
+    processes = several if "distributed" in has else 1
+    flags = ["--device", device]
+    flags += ["--amp", amp] if "amp" in has else []
+    flags += ["--grad-accum-steps", "3"] if "accumulation" in has else []
     counted = waits_per_step(stage, processes, flags, tmp_path)
-    assert counted == [EXPECTED[stage]] * processes
+    assert counted == [1 if "amp" in has else 0] * processes
 
 
 def test_a_printed_loss_is_a_wait(device, tmp_path):
+    stage = first_with("images")
     old = "        scheduler.step()\n"
     new = old + "        print(loss.item())\n"
-    root = changed(stages()[0], tmp_path / "changed", (old, new))
-    counted = waits_per_step(stages()[0], 1, ["--device", device], tmp_path, root)
+    root = changed(stage, tmp_path / "changed", (old, new))
+    counted = waits_per_step(stage, 1, ["--device", device], tmp_path, root)
     assert counted == [1]
 
 
+# ---- the counters --------------------------------------------------------------------
 @pytest.mark.parametrize(
     "operation, expected",
     [
@@ -83,3 +94,45 @@ def test_what_counts_as_a_wait(operation, expected, device):
     with Waits() as waits:
         operation(values)
     assert waits.count == expected
+
+
+def note_collectives(rank, folder):
+    """Be one of two ranks; save what was seen of some steps, as folder/RANK.pt."""
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", store, rank=rank, world_size=2)
+    whole, shards = nn.Linear(9, 10), sharded(nn.Linear(9, 10))  # 100 numbers each
+    copies = nn.parallel.DistributedDataParallel(whole)
+    numbers = torch.ones(3, dtype=torch.float64)
+    steps = {
+        "DDP": lambda: copies(torch.ones(1, 9)).sum().backward(),
+        "FSDP2": lambda: shards(torch.ones(1, 9)).sum().backward(),
+        "DTensor": lambda: nn.utils.get_total_norm(shards.parameters()).full_tensor(),
+        "dist": lambda: dist.all_gather([numbers.clone(), numbers.clone()], numbers),
+        "barrier": dist.barrier,
+    }
+    seen = {}
+    for name, step in steps.items():
+        with Collectives() as collectives:
+            step()
+        seen[name] = collectives.seen, collectives.total()
+    torch.save(seen, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_collectives_are_seen_whoever_calls_them(tmp_path):
+    """And as what they are: gloo carries out a reduce-scatter as an all-reduce."""
+    call_in_forks(note_collectives, [(rank, tmp_path) for rank in range(2)])
+    single = torch.float32
+    gathered = ("all_gather", single, 200, 400)
+    reduced = ("reduce_scatter", single, 400, 400)
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"{rank}.pt")
+        assert seen["DDP"][0] == [("all_reduce", single, 400, 400)]
+        assert seen["FSDP2"][0] == [gathered, reduced]
+        assert seen["FSDP2"][1] == {
+            "all_gather": {"calls": 1, "bytes": 200},
+            "reduce_scatter": {"calls": 1, "bytes": 400},
+        }
+        assert [name for name, *_ in seen["DTensor"][0]] == ["all_reduce"]
+        assert seen["dist"][0] == [("all_gather", torch.float64, 24, 48)]
+        assert seen["barrier"][0] == [("barrier", None, 0, 0)]

@@ -1,16 +1,20 @@
-"""Write docs/faults.md: what can go wrong, from the marks `fault` of the tests.
+"""The page docs/faults.md: what can go wrong, from the marks `fault` of the tests.
 
-python -m tools.fault_table
+`make pages` writes it.
 """
 
 import ast
 
 from tools.stages import ROOT
+from tools.stages import first_with
+from tools.stages import registry
+from tools.stages import span
+from tools.stages import with_feature
 
 PAGE = ROOT / "docs/faults.md"
 HEAD = """# What can go wrong, and what you will see
 
-<!-- python -m tools.fault_table writes this page from the marks of the tests -->
+<!-- `make pages` writes this page from the marks of the tests -->
 
 A test produces every row, in one of the stages that it names: it makes the fault
 happen, and finds the words in `this type` in the output, where `...` stands for
@@ -25,16 +29,16 @@ up to the queue.
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
-Stages 09 and later resume from the latest checkpoint in `--checkpoint-dir`. They write
-one after every epoch and one every `--checkpoint-every` steps; stages 10 and later also
-write one every `--checkpoint-minutes`. Stage 13's is a folder, which all processes
-write.
+From stage {checkpoints} on, a run resumes from the latest checkpoint in
+`--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
+steps; from stage {signals} on, it also writes one every `--checkpoint-minutes`. From
+stage {sharded_checkpoints} on, a checkpoint is a folder, which all processes write.
 
-When stages 10 and later are told to stop, they take up to two more steps and write a
-checkpoint. *Nothing* is lost only if that takes less time than the sender leaves before
-it kills the processes: Slurm's `KillWait` (30 s by default) or the partition's
-`GraceTime`, and torchrun's 30 s. Otherwise the steps since the last checkpoint are
-lost.
+From stage {signals} on, a run that is told to stop takes up to two more steps and
+writes a checkpoint. *Nothing* is lost only if that takes less time than the sender
+leaves before it kills the processes: Slurm's `KillWait` (30 s by default) or the
+partition's `GraceTime`, and torchrun's 30 s. Otherwise the steps since the last
+checkpoint are lost.
 
 | stages | what happens | what you see | within | what is lost | test |
 |---|---|---|---|---|---|
@@ -42,7 +46,10 @@ lost.
 
 
 def faults():
-    """Return a dict per mark: its arguments, the test's file, name and arguments."""
+    """Return a dict per mark: its arguments, the test's file, name and arguments.
+
+    `stages` are those that have the feature `since` and not the feature `without`.
+    """
     found = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -54,20 +61,21 @@ def faults():
                     }
                     takes = [argument.arg for argument in node.args.args]
                     row |= {"file": path.name, "test": node.name, "takes": takes}
+                    since = [row["since"]] if "since" in row else []
+                    without = [row["without"]] if "without" in row else []
+                    row["stages"] = with_feature(*since, without=without)
                     found.append(row)
     return found
 
 
 def page():
-    """Return the text of the page, its rows in the order of the stages."""
+    """Return the text of the page, its rows in the order of their first stages."""
     rows = []
     for row in sorted(faults(), key=lambda row: row["stages"]):
         link = f"[{row['file'][5:-3]}](../tests/{row['file']})"
-        cells = [row["stages"], row["what"], row["sees"]]
+        cells = [span(row["stages"]), row["what"], row["sees"]]
         cells += [f"{row['seconds']} s", row["lost"], link]
         rows.append(f"| {' | '.join(cells)} |\n")
-    return HEAD + "".join(rows)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+    features = ("checkpoints", "signals", "sharded_checkpoints")
+    first = {name: registry()[first_with(name)].number for name in features}
+    return HEAD.format(**first) + "".join(rows)

@@ -6,20 +6,19 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     stages     every stage on one GPU, in float32, float64, bf16, fp16 and twice
     tests      the tests of the scripts, with --device cuda
     failures   the tests of dying ranks, resuming and preemption, with --device cuda
-    benchmark  01, 03 and 05 with resnet50 on images of 224 px, and resnet18 on 32 px;
-               the language models, with 200 million weights
+    benchmark  one process, one with DDP, and mixed precision: resnet50 on images of
+               224 px, and resnet18 on 32 px; the language models, with 200 million
+               weights
     probe      a step's variants, repeatability, copies and loaders
 
-It needs torch 2.11 or later and pytest, but no internet and no Jupyter: run it with the
-Python that has torch. DIR (gpu_results by default) gets what each part prints.
+It needs torch 2.11 or later, psutil and pytest, but no internet and no Jupyter: run it
+with the Python that has torch. DIR (gpu_results by default) gets what each part prints.
 --dry-run does the same on the CPU with little work, to see that it runs.
 """
 
 import argparse
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,16 +30,19 @@ import torch
 import torchvision
 
 from nbtools.lesson import max_abs_diff
-from tools.stages import ROOT
+from tools import harness
 from tools.stages import command
 from tools.stages import fail
+from tools.stages import features
+from tools.stages import first_with
+from tools.stages import reference
 from tools.stages import stages
-from tools.stages import trains_on_text
 
 NEEDED = ("tqdm", "numpy", "matplotlib", "pytest", "xdist", "hypothesis", "psutil")
 NEEDED += ("sklearn", "PIL")
 MISSING_IS_FINE = ("pytest_timeout", "nbformat", "nbval", "ruff")
 SECONDS = 540  # of a part; a machine that is lent by the call often allows 600
+RUN_SECONDS = 300  # of a stage or a benchmark: one that takes longer hangs
 TESTS = {
     "tests": (
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
@@ -60,7 +62,8 @@ LARGE = ["--arch", "resnet50", "--image-size", "224", "--batch-size", "256"]
 CIFAR = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "1024"]
 GPT = ["--width", "1024", "--depth", "16", "--heads", "16", "--context-length", "1024"]
 GPT += ["--amp", "bf16"]
-LITTLE_TEXT = ["--text-file", "11_gpt/train.py"]  # for --dry-run
+LITTLE_TEXT = ["--text-file", f"{first_with('text')}/train.py"]  # for --dry-run
+LITTLE_TEXT += ["--width", "8", "--depth", "1"]
 
 
 def parse_args():
@@ -94,25 +97,15 @@ def reporter(path):
     return report
 
 
-def run(arguments, seconds):
-    """Run a command; return its exit code and its output. 124: it took too long."""
-    child = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        text, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # what it has started, too
-        text, _ = child.communicate()
-        return 124, text
-    return child.returncode, text
+def run(words, seconds):
+    """Run a command, at most so long; return its exit code, or "hung", and output.
+
+    The number of threads is left to the command.
+    """
+    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
+    done = harness.run(words, code=None, seconds=seconds, **variables)
+    return done.returncode, done.stdout + done.stderr
 
 
 def machine(args, report):
@@ -139,19 +132,21 @@ def train_stages(args, report):
         (stage, variant, own)
         for stage in stages()
         for variant, own in VARIANTS
-        if "--amp" not in own or int(stage[:2]) >= 5
+        if "--amp" not in own or "amp" in features(stage)
     ]
     if args.dry_run:
         chosen = [*chosen[:2], chosen[-1]]
         chosen = [
-            (stage, variant, own + (LITTLE_TEXT if trains_on_text(stage) else []))
+            (stage, variant, own + (LITTLE_TEXT if "text" in features(stage) else []))
             for stage, variant, own in chosen
         ]
     good, first = True, {}
 
     def train(stage, own, out_dir):
         begin = time.perf_counter()
-        done = run([*command(stage), *flags, *own, "--out-dir", str(out_dir)], 120)
+        done = run(
+            [*command(stage), *flags, *own, "--out-dir", str(out_dir)], RUN_SECONDS
+        )
         return *done, time.perf_counter() - begin
 
     report(f"{'stage':<22} {'variant':<14} {'exit code':>9} {'s':>6} {'vs first':>9}")
@@ -169,7 +164,7 @@ def train_stages(args, report):
             away = ""
             if code == 0:
                 last = out_dir / "last.pt"
-                key = (variant.split()[0], trains_on_text(stage))
+                key = (variant.split()[0], reference(stage))
                 away = f"{max_abs_diff(first.setdefault(key, last), last):.1e}"
             report(f"{stage:<22} {variant:<14} {code:>9} {seconds:>6.1f} {away:>9}")
             if code:
@@ -212,8 +207,8 @@ def run_tests(part, args, report):
     options += ["-p", "no:cacheprovider", "--device", args.device]
     if args.dry_run:
         files, options = ["tests/test_common.py"], [*options, "-k", "meter"]
-    arguments = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}"]
-    code, text = run([*arguments, *files], SECONDS)
+    words = ["python", "-m", "pytest", *options, f"--junitxml={junit}", *files]
+    code, text = run(words, SECONDS)
     (args.out_dir / f"{part}.log").write_text(text)
     report(f"pytest: exit code {code}")
     if not junit.exists():
@@ -226,29 +221,32 @@ def benchmark(args, report):
     """Run the benchmark on three kinds of work; return whether it ran."""
     good = True
     works = {"resnet50": LARGE, "resnet18": CIFAR}
+    single, ddp, amp = first_with("images"), first_with("ddp"), first_with("amp")
     variants = {
-        "float32": (["01_single_gpu", "03_ddp_launch", "05_amp"], []),
-        "TF32": (["01_single_gpu", "03_ddp_launch"], ["--tf32"]),
-        "bf16": (["05_amp"], ["--amp", "bf16"]),
+        "float32": ([single, ddp, amp], []),
+        "TF32": ([single, ddp], ["--tf32"]),
+        "bf16": ([amp], ["--amp", "bf16"]),
     }
     if args.dry_run:
         works = {"small": ["--image-size", "8", "--batch-size", "12"]}
-        variants = {"float32": (["01_single_gpu"], [])}
+        variants = {"float32": ([single], [])}
     once = ["--processes", "1", "--scaling", "--batch-sizes", "--epochs", "6"]
     for name, flags in works.items():
         for variant, (chosen, own) in variants.items():
             path = args.out_dir / f"benchmark-{name}-{variant}.json"
             words = [*chosen, *once, *flags, *own, "--device", args.device]
-            start = [sys.executable, "-m", "benchmarks.compare"]
-            code, text = run([*start, *words, "--json", str(path.resolve())], 180)
+            start = ["python", "-m", "benchmarks.compare"]
+            code, text = run(
+                [*start, *words, "--json", str(path.resolve())], RUN_SECONDS
+            )
             good &= code == 0
             report(f"\n{name}, {variant}: exit code {code}")
             report("\n".join(line for line in text.splitlines() if "round" not in line))
     flags = ["--width", "8", "--epochs", "2"] if args.dry_run else GPT
     path = args.out_dir / "benchmark-gpt.json"
     words = [*flags, "--processes", "1", "--rounds", "1", "--device", args.device]
-    start = [sys.executable, "-m", "benchmarks.compare_text", *words]
-    code, text = run([*start, "--json", str(path.resolve())], 180)
+    start = ["python", "-m", "benchmarks.compare_text", *words]
+    code, text = run([*start, "--json", str(path.resolve())], RUN_SECONDS)
     good &= code == 0
     report(f"\nGPT: exit code {code}\n{text}")
     return good
@@ -256,9 +254,8 @@ def benchmark(args, report):
 
 def probe(args, report):
     """Run benchmarks/gpu_probe.py; return whether it ended well."""
-    arguments = [sys.executable, "-m", "benchmarks.gpu_probe"]
-    arguments += ["--seconds", str(SECONDS - 60)]
-    code, text = run([*arguments, *(["--dry-run"] if args.dry_run else [])], SECONDS)
+    words = ["python", "-m", "benchmarks.gpu_probe", "--seconds", str(SECONDS - 60)]
+    code, text = run([*words, *(["--dry-run"] if args.dry_run else [])], SECONDS)
     report(f"probe: exit code {code}")
     report(text)
     return code == 0

@@ -127,6 +127,9 @@ ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
 SlurmUser=root
+# the first job's number: our job files take the port of their ranks from it, so that of
+# a second cluster on this machine must be far from that of the first
+FirstJobId=${LOCAL_CLUSTER_FIRST_JOB:-1}
 # authentication; a requeued job waits until its credential has expired, here for 10
 # seconds and not for two minutes
 AuthType=auth/munge
@@ -173,7 +176,7 @@ start() {
     command -v "$program" >/dev/null || fail "$program is missing;" \
       "type: apt-get install slurmctld slurmd slurm-client munge"
   done
-  if runs && await 10 idle; then
+  if runs && await 60 idle; then
     echo "it is running already"
   else
     stop # what a crash left
@@ -193,7 +196,7 @@ start() {
       start_munge && slurmctld && slurmd -N node1 && slurmd -N node2
     } >"$folder/start.log" 2>&1 </dev/null 9<&- || give_up
     # a node that cannot register at once tries again after 1, 2, 4, ... seconds
-    await 60 idle || give_up
+    await 120 idle || give_up
     trap - INT TERM
     echo "started"
   fi
@@ -210,7 +213,7 @@ give_up() {
 [ "$(id -u)" = 0 ] || fail "it needs root; type: sudo bash $0 $1"
 # Only one of these scripts at a time. The lock leaves no file.
 exec 9<"$(dirname "$folder")"
-flock -w 60 9 || fail "another one of these scripts is running"
+flock -w 120 9 || fail "another one of these scripts is running"
 case $1 in
   start) start ;;
   status) if runs; then sinfo; else echo "it is not running" && exit 1; fi ;;

@@ -18,7 +18,8 @@ pip_install() {
 }
 
 if [ "$name" = horovod ] && ! command -v g++ >/dev/null; then
-  echo "Horovod is built from source, and g++ is missing; on Debian and Ubuntu: apt-get install g++" >&2
+  echo "Horovod is built from source, and g++ is missing;" \
+    "on Debian and Ubuntu: apt-get install g++" >&2
   exit 2
 fi
 rm -rf "$env"
@@ -39,8 +40,10 @@ else
   sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' \
     "$source"/CMakeLists.txt "$source"/horovod/torch/CMakeLists.txt
   # Otherwise it builds for CUDA wherever it finds nvcc, also without GPU operations.
-  sed -i '/^include(CheckLanguage)/,/^macro(ADD_CUDA)/{/^macro/!d}' "$source"/CMakeLists.txt
-  sed -i 's/torch.version.cuda is not None/False/' "$source"/cmake/Modules/FindPytorch.cmake
+  sed -i '/^include(CheckLanguage)/,/^macro(ADD_CUDA)/{/^macro/!d}' \
+    "$source"/CMakeLists.txt
+  sed -i 's/torch.version.cuda is not None/False/' \
+    "$source"/cmake/Modules/FindPytorch.cmake
   # CMake 4 refuses a project as old as the gloo inside, unless it is told not to.
   PATH=$env/bin:$PATH CMAKE_POLICY_VERSION_MINIMUM=3.5 MAKEFLAGS=-j$(nproc) \
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \

@@ -10,13 +10,18 @@ import nbformat
 from nbclient import NotebookClient
 
 from tools.stages import ROOT
+from tools.stages import stages
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def notebooks():
-    """Return the paths of the stages' notebooks, in order."""
-    return sorted(ROOT.glob("[0-9][0-9]_*/*.ipynb"))
+    """Return the paths of the stages' notebooks: a stage's own, then its companions."""
+    found = []
+    for stage in stages():
+        own = ROOT / stage / f"{stage}.ipynb"
+        found += [own, *sorted({*own.parent.glob("*.ipynb")} - {own})]
+    return found
 
 
 def normalize(book):

@@ -1,8 +1,9 @@
-"""Carry an edit of one stage's script down the chain, by a three-way merge per step.
+"""Carry an edit of one stage's script to the stages that build on it.
 
 For each stage that differs from the last commit, `git merge-file` merges that
-difference into the next stage, and so on to the last. It stops at a conflict and leaves
-git's markers in that script. Resolve them, and continue from that stage.
+difference into each stage that builds on it, and so on. Where there is a conflict, it
+leaves git's markers in that script and goes no further on that branch. Resolve them,
+and continue from that stage.
 
 python -m tools.propagate [STAGE]
 """
@@ -12,8 +13,10 @@ import sys
 import tempfile
 
 from tools.stages import ROOT
+from tools.stages import ancestors
 from tools.stages import fail
 from tools.stages import stages
+from tools.stages import steps
 
 
 def committed(path, root):
@@ -25,33 +28,46 @@ def committed(path, root):
     return done.stdout if done.returncode == 0 else None
 
 
-def propagate(root, start):
-    """Carry the edits of stage `start` and of the later ones down the chain."""
-    names = stages(root)
-    scripts = [f"{stage}/train.py" for stage in names[names.index(start) :]]
-    for script in scripts:
-        if "<<<<<<< " in (root / script).read_text():
-            fail(f"{script} contains conflict markers; resolve them first")
-    for edited, target in zip(scripts, scripts[1:], strict=False):
-        base = committed(edited, root)
-        if base is None or base == (root / edited).read_text():
-            continue
-        with tempfile.NamedTemporaryFile("w", suffix=".py") as old:
-            old.write(base)
-            old.flush()
-            labels = ["-L", target, "-L", f"{edited} at HEAD", "-L", edited]
-            files = [str(root / target), old.name, str(root / edited)]
-            merge = ["git", "merge-file", *labels, *files]
-            conflicts = subprocess.run(merge, check=False)
-        if conflicts.returncode:
-            stage = target.partition("/")[0]
-            fail(f"conflict in {target}; resolve it, then make propagate FROM={stage}")
+def merge(edited, target, root):
+    """Merge what changed in a script since the last commit into another one.
+
+    Returns whether that worked without a conflict.
+    """
+    base = committed(edited, root)
+    if base is None or base == (root / edited).read_text():
+        return True
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as old:
+        old.write(base)
+        old.flush()
+        labels = ["-L", target, "-L", f"{edited} at HEAD", "-L", edited]
+        files = [str(root / target), old.name, str(root / edited)]
+        done = subprocess.run(["git", "merge-file", *labels, *files], check=False)
+    if done.returncode == 0:
         print(f"{edited} -> {target}")
+    return done.returncode == 0
+
+
+def propagate(root, start=None):
+    """Carry the edits of stage `start`, or of all, to the stages that build on it."""
+    families = {stage: {stage, *ancestors(stage, root)} for stage in stages(root)}
+    chosen = [stage for stage in families if start is None or start in families[stage]]
+    for stage in chosen:
+        if "<<<<<<< " in (root / stage / "train.py").read_text():
+            fail(f"{stage}/train.py contains conflict markers; resolve them first")
+    conflicts = []
+    for before, after in steps(root):
+        if before not in chosen or families[before] & {*conflicts}:
+            continue
+        if not merge(f"{before}/train.py", f"{after}/train.py", root):
+            conflicts.append(after)
+    if conflicts:
+        commands = ", ".join(f"make propagate FROM={stage}" for stage in conflicts)
+        fail(f"conflict in {', '.join(conflicts)}; resolve it, then {commands}")
 
 
 def main():
-    start = sys.argv[1] if sys.argv[1:] else stages()[0]
-    if start not in stages():
+    start = sys.argv[1] if sys.argv[1:] else None
+    if start not in (None, *stages()):
         fail(f"there is no stage {start}; the stages are {' '.join(stages())}")
     propagate(ROOT, start)
 

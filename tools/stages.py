@@ -1,12 +1,13 @@
-"""The stages in order, their commands, and how many lines each of them changes."""
+"""The stages, as stages.toml lists them: their order, features and commands."""
 
-import ast
-import difflib
+import dataclasses
 import functools
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,11 +22,6 @@ def fail(message):
     sys.exit(2)
 
 
-def stages(root=ROOT):
-    """Return the names of the stages' folders, in order."""
-    return sorted(path.parent.name for path in root.glob("[0-9][0-9]_*/train.py"))
-
-
 def known_files(root=ROOT):
     """Return the paths of the files that git tracks or would add, relative to `root`.
 
@@ -36,165 +32,133 @@ def known_files(root=ROOT):
     return sorted(name for name in done.stdout.split("\0") if (root / name).is_file())
 
 
-# ---- commands ------------------------------------------------------------------------
-def shown_commands(stage):
-    """Return the commands in the docstring of a stage's script, each on one line.
+# ---- the list ------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """An entry of stages.toml, which says what its values mean."""
 
-    The first is the one to show: it is the stage's lesson. The last is the plain one,
-    which runs on any machine. They can be the same.
+    name: str
+    title: str
+    teaches: str
+    teaches_zh: str
+    command: str
+    features: frozenset
+    builds_on: str | None = None
+    plain_command: str | None = None
+
+    @property
+    def number(self):
+        """The two digits that the name begins with."""
+        return self.name[:2]
+
+    @property
+    def commands(self):
+        """The commands that a reader can type: the one to show, then the plain one."""
+        return (
+            [self.command, self.plain_command] if self.plain_command else [self.command]
+        )
+
+
+@functools.cache
+def registry(root=ROOT):
+    """Return {name: Stage}, in order.
+
+    Raises TypeError for a key without a meaning, and ValueError for a stage that builds
+    on none of those before it.
     """
-    tree = ast.parse((ROOT / stage / "train.py").read_text())
-    _, _, commands = ast.get_docstring(tree).partition("\n\n")
-    return commands.splitlines()
+    found = {}
+    for entry in tomllib.loads((root / "stages.toml").read_text())["stage"]:
+        stage = Stage(**{**entry, "features": frozenset(entry["features"])})
+        if stage.builds_on not in (None, *found):
+            raise ValueError(f"{stage.name} builds on {stage.builds_on}: not before it")
+        found[stage.name] = stage
+    return found
 
 
-def launcher(stage):
-    """Return the program that a stage's plain command starts: python or torchrun."""
-    return shown_commands(stage)[-1].split()[0]
+def stages(root=ROOT):
+    """Return the names of the stages, in order."""
+    return list(registry(root))
 
 
-def takes_processes(stage):
-    """Return whether a stage's command says how many processes there are."""
-    return "nproc" in shown_commands(stage)[-1]
+def features(stage):
+    """Return the set of a stage's features."""
+    return registry()[stage].features
 
 
-def trains_on_text(stage):
-    """Return whether a stage trains a language model; the others take images."""
-    tree = ast.parse((ROOT / stage / "train.py").read_text())
-    return "TextArgumentParser" in names_from_common(tree)
+def with_feature(*wanted, without=()):
+    """Return the stages that have all the features `wanted`, and none of `without`.
+
+    Raises ValueError for a feature that no stage has.
+    """
+    known = set().union(*map(features, stages()))
+    if unknown := {*wanted, *without} - known:
+        raise ValueError(f"no stage has these features: {sorted(unknown)}")
+    return [
+        stage
+        for stage in stages()
+        if features(stage).issuperset(wanted) and features(stage).isdisjoint(without)
+    ]
+
+
+def first_with(*wanted, without=()):
+    """Return the first stage that has these features: it explains the last of them."""
+    return with_feature(*wanted, without=without)[0]
+
+
+def steps(root=ROOT):
+    """Return (what it builds on, the stage) for each stage but the first."""
+    known = registry(root).values()
+    return [(each.builds_on, each.name) for each in known if each.builds_on]
+
+
+def ancestors(stage, root=ROOT):
+    """Return the stages that a stage builds on, directly or not, the nearest first."""
+    found = []
+    while before := registry(root)[stage].builds_on:
+        found.append(before)
+        stage = before
+    return found
 
 
 def reference(stage):
     """Return the first stage that trains on the same data: the others must equal it."""
-    kind = trains_on_text(stage)
-    return next(name for name in stages() if trains_on_text(name) == kind)
+    return first_with("text" if "text" in features(stage) else "images")
 
 
-def plain_command(stage, processes):
-    """Return a stage's plain command for so many processes, as it is typed."""
-    plain = shown_commands(stage)[-1]
-    return re.sub(r"(--nproc(-per-node)?)=\d+", rf"\1={processes}", plain)
+def span(names):
+    """Return some stages as words: "03", "03, from 06 on", "all"."""
+    numbers = [registry()[name].number for name in stages()]
+    places = sorted(stages().index(name) for name in names)
+    parts = []
+    for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0]):
+        run = [place for _, place in run]
+        first, last = numbers[run[0]], numbers[run[-1]]
+        if last == numbers[-1]:
+            parts.append("all" if first == numbers[0] else f"from {first} on")
+        else:
+            parts.append(first if first == last else f"{first} to {last}")
+    return ", ".join(parts)
+
+
+# ---- commands ------------------------------------------------------------------------
+def plain_command(stage, processes=2):
+    """Return the command that runs a stage on any machine, as it is typed.
+
+    processes: how many it starts, if that can be chosen; None to leave that to it.
+    """
+    count = rf"\1={processes}" if processes else ""
+    plain = registry()[stage].commands[-1]
+    return re.sub(r"(--nproc(-per-node)?)=\d+", count, plain)
+
+
+def launcher(stage):
+    """Return the program that a stage's plain command starts: python or torchrun."""
+    return plain_command(stage).split()[0]
 
 
 def command(stage, processes=1, root=ROOT):
-    """Return the arguments that run a stage on `processes` processes, from any folder.
-
-    They are the plain command of its docstring, run by this Python, with the script's
-    full path.
-    """
-    words = [
+    """Return a stage's plain command as words, with its script's full path."""
+    return [
         str(Path(root, word)) if word.endswith(".py") else word
         for word in shlex.split(plain_command(stage, processes))
     ]
-    program, *arguments = words
-    module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
-    return [sys.executable, *module, *arguments]
-
-
-# ---- changed lines -------------------------------------------------------------------
-def counted_lines(source):
-    """Return the numbers of the lines of a module that count, in order.
-
-    These are all but the module's docstring and the lines that hold nothing but (part
-    of) the `help=` text of a flag. Blank lines and comments count.
-    """
-    tree, lines = ast.parse(source), source.splitlines()
-    left_out = set()
-    if ast.get_docstring(tree) is not None:
-        left_out |= set(range(tree.body[0].lineno, tree.body[0].end_lineno + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "help":
-            before = lines[node.lineno - 1].encode()[: node.col_offset]
-            after = lines[node.end_lineno - 1].encode()[node.end_col_offset :]
-            first = node.lineno + bool(before.strip())
-            last = node.end_lineno - (after.strip() not in (b"", b","))
-            left_out |= set(range(first, last + 1))
-    return [n for n in range(1, len(lines) + 1) if n not in left_out]
-
-
-def changed_lines(before, after):
-    """Return how many lines are removed or added from one stage's script to another's.
-
-    Only the lines that `counted_lines` returns are compared.
-    """
-    scripts = []
-    for stage in (before, after):
-        source = (ROOT / stage / "train.py").read_text()
-        lines = source.splitlines()
-        scripts.append([lines[n - 1] for n in counted_lines(source)])
-    diff = list(difflib.unified_diff(*scripts, n=0, lineterm=""))[2:]
-    return sum(line[0] in "+-" for line in diff)
-
-
-# ---- lines of common/ ----------------------------------------------------------------
-def names_from_common(tree):
-    """Return what a module imports from common/: {name: (module, name there)}.
-
-    The name there is None if the module itself is imported.
-    """
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            package, _, module = (node.module or "").partition(".")
-            for alias in node.names if package == "common" else []:
-                unit = (module, alias.name) if module else (alias.name, None)
-                found[alias.asname or alias.name] = unit
-    return found
-
-
-def used_units(nodes, tree, module=None):
-    """Return the (module, name) in common/ to which the code in `nodes` refers.
-
-    tree: the module that the nodes are from; module: its name, if it is in common/.
-    """
-    imported = names_from_common(tree)
-    used = set()
-    for node in (inner for outer in nodes for inner in ast.walk(outer)):
-        if isinstance(node, ast.Name):
-            used.add(imported.get(node.id, (module, node.id)))
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            where, name = imported.get(node.value.id, (None, None))
-            if where and name is None:
-                used.add((where, node.attr))
-    return used
-
-
-@functools.cache
-def used_lines(stage):
-    """Return the (module, line number) in common/ that a stage's script uses.
-
-    A function or a class that it refers to, itself or through other parts of common/,
-    is used completely. With the first one, all the code outside functions and classes
-    is used, too: imports and constants, say.
-    """
-    definitions, counted, trees = {}, {}, {}
-    for path in sorted((ROOT / "common").glob("*.py")):
-        source = path.read_text()
-        trees[path.stem] = ast.parse(source)
-        counted[path.stem] = set(counted_lines(source))
-        for node in trees[path.stem].body:
-            named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            name = node.name if named else None
-            definitions.setdefault((path.stem, name), []).append(node)
-    script = ast.parse((ROOT / stage / "train.py").read_text())
-    todo, seen, used = used_units([script], script), set(), set()
-    while todo:
-        module, name = unit = todo.pop()
-        if unit in seen or module not in trees:
-            continue
-        seen.add(unit)
-        nodes = definitions.get(unit, [])
-        todo |= used_units(nodes, trees[module], module) | {(module, None)}
-        for node in nodes:
-            parts = [node, *getattr(node, "decorator_list", [])]
-            first = min(part.lineno for part in parts)
-            lines = counted[module] & {*range(first, node.end_lineno + 1)}
-            used |= {(module, line) for line in lines}
-    return used
-
-
-def first_used_lines(stage):
-    """Return how many lines of common/ a stage uses that no earlier stage uses."""
-    names = stages()
-    earlier = [used_lines(name) for name in names[: names.index(stage)]]
-    return len(used_lines(stage).difference(*earlier))

@@ -22,4 +22,4 @@ with wrapped.join():
         dist.all_reduce(total, group=group)  # the loop's own
         text = f"rank {rank}, step {step}: 1 + 1 = {total.item():.0f}\n"
         print(text, end="", flush=True)
-time.sleep(30)  # torchrun ends this rank when the other one has failed
+time.sleep(600)  # torchrun ends this rank when the other one has failed

@@ -32,7 +32,7 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank = dist.get_rank()
     # Processes take a while to end: loggers, loader workers. Here one takes longest.
-    atexit.register(time.sleep, 4 if rank == args.slow_rank else 2)
+    atexit.register(time.sleep, 12 if rank == args.slow_rank else 2)
     atexit.register(dist.destroy_process_group)  # runs first
     model = nn.Linear(64, 10)
     for step in range(1, 6):

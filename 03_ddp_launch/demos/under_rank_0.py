@@ -22,4 +22,4 @@ if rank == 0:
     print(f"mean loss: {loss.item() / 2}\n", end="", flush=True)
 dist.all_reduce(gradient, group=group)
 print(f"rank {rank}: 10 + 20 = {gradient[0].item():.0f}\n", end="", flush=True)
-time.sleep(30)  # torchrun ends this rank when the other one has failed
+time.sleep(600)  # torchrun ends this rank when the other one has failed

@@ -22,4 +22,4 @@ for epoch in (1, 2):
             print(text, end="", flush=True)
             raise
     print(f"epoch {epoch}: rank {rank} took {step} steps\n", end="", flush=True)
-time.sleep(30)  # torchrun ends this rank when the other one has failed
+time.sleep(600)  # torchrun ends this rank when the other one has failed

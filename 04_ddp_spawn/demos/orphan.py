@@ -51,7 +51,9 @@ def main():
     for process, _ in started:
         process.kill()  # SIGKILL: the parent cannot react to it
         process.join()
-    time.sleep(5)
+    end = time.monotonic() + 60  # by then, those that end have ended
+    while sum(map(is_running, orphans)) > 1 and time.monotonic() < end:
+        time.sleep(0.1)
     for name, orphan in zip(CASES, orphans, strict=True):
         left = is_running(orphan)
         print(f"{name}: the worker {'is still running' if left else 'is gone, too'}")

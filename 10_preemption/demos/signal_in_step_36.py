@@ -32,7 +32,7 @@ def after_step(*_):
         # a program of its own sends it: workers ask whether their rank was the sender
         psutil.Popen(["kill", f"-{name}", str(member.pid)]).wait()
     if name == "USR1":
-        time.sleep(5)  # a launcher that dies of it ends this process meanwhile
+        time.sleep(600)  # a launcher that dies of it ends this process meanwhile
 
 
 register_optimizer_step_post_hook(after_step)

@@ -19,7 +19,7 @@ LINE = "{:36}" + "{:14}" * len(PROCESSES)
 
 
 def wait_until(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition():
         if time.monotonic() > end:
             sys.exit("the job has not done what is expected: see squeue")
@@ -51,7 +51,7 @@ def main(arguments):
         for n, job in jobs.items():
             wait_until(lambda n=n: len([*folders[n].glob("*")]) == len(PROCESSES))
             subprocess.run(arguments[n].replace("JOB", job).split(), check=True)
-        time.sleep(4)  # for the signals to arrive
+        time.sleep(10)  # for the signals to arrive
         print(LINE.format("", *PROCESSES).rstrip())
         for argument, folder in zip(arguments, folders, strict=True):
             shown = argument if " " in argument else Path(argument).name

@@ -52,7 +52,7 @@ class Peak(TorchDispatchMode):
                 self.storages[id(storage)] = weakref.ref(storage)
         if self.alive() > self.bytes:
             # gloo's threads let go of the tensors of a collective just after its end
-            time.sleep(0.002)
+            time.sleep(0.02)
             self.bytes = max(self.bytes, self.alive())
 
     def alive(self):

@@ -7,7 +7,6 @@ import copy
 import gc
 import re
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -183,7 +182,6 @@ def report_error(error):
     line = f"rank {dist.get_rank()} waited in {ours}, {call}: {error}\n"
     sys.stdout.write(line)  # `print` could write the end of the line by itself, later
     sys.stdout.flush()
-    time.sleep(2)  # torchrun may end the other rank as soon as this one has ended
 
 
 # ---- Clipping by the local norm ------------------------------------------------------
@@ -309,13 +307,22 @@ def others():
 
 # ---- the run -------------------------------------------------------------------------
 def main():
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    known = {"store": store, "rank": rank, "world_size": world_size}
+
+    def meet(where):
+        """Wait until all ranks are here."""
+        store.set(f"{where} {rank}", "")
+        store.wait([f"{where} {other}" for other in range(world_size)])
+
+    meet("started")  # one may have imported torch long before the other
     seconds = 5 if sys.argv[1] in ("sample", "save") else 60
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds), **known)
     try:
         globals()[sys.argv[1]]()
     except RuntimeError as error:
         report_error(error)
-        time.sleep(2)  # until the other rank has printed, too
+        meet("reported")  # torchrun ends the other rank when this one has ended
         raise
 
 

@@ -54,7 +54,7 @@ class Memory(TorchDispatchMode):
                 self.storages[id(storage)] = weakref.ref(storage)
         if self.now() > self.peak:
             # gloo's threads let go of the tensors of a collective just after its end
-            time.sleep(0.002)
+            time.sleep(0.02)
             self.peak = max(self.peak, self.now())
         return result
 

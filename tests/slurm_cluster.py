@@ -1,0 +1,227 @@
+"""A Slurm cluster for the tests, and its jobs: what tests/test_slurm.py asks of them.
+
+    Cluster     tools/local_slurm.sh, with a folder and ports of its own
+    SlurmJob    a submitted job: its state, its log, its ranks, and signals to them
+
+Slurm answers slowly on a busy machine. So what waits here waits for a job's state or
+its log, with the generous limit of tools/harness.py.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+
+from tools import harness
+from tools.harness import assert_gone
+from tools.harness import wait_until
+from tools.stages import ROOT
+
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+EVERY = 0.5  # seconds between questions to Slurm, which take time on a busy machine
+
+
+def free_ports(count):
+    """Return the first of so many free ports in a row.
+
+    They are below those that the kernel gives to the connections of other tests, one of
+    which could take a port before a daemon does.
+    """
+    while True:
+        first = random.randrange(20_000, 30_000, count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                one = stack.enter_context(socket.socket())
+                one.bind(("127.0.0.1", port))
+            return first
+
+
+def has_sigterm(process, mask):
+    """Return whether SIGTERM is in one of a process's masks; see proc(5).
+
+    mask: SigCgt, the signals for which it has a handler; ShdPnd, those that wait for
+    it. A process that has ended has none.
+    """
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(rf"^{mask}:\s*(\w+)$", status, re.MULTILINE)
+    return bool(found and int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def is_stopped(process):
+    """Return whether a process has been stopped with SIGSTOP."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
+
+
+class Cluster:
+    """A local cluster of the tests' own, with a folder and ports of its own."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.port = free_ports(3)
+        self.variables = {
+            "LOCAL_CLUSTER": folder,
+            "LOCAL_CLUSTER_PORT": self.port,
+            "LOCAL_CLUSTER_FIRST_JOB": "5001",  # not that of a notebook's cluster
+            "SLURM_CONF": f"{folder}/slurm.conf",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+
+    def call(self, *words, code=0, cwd=ROOT, **variables):
+        """Run a command for this cluster; return its standard output."""
+        variables = {**self.variables, **variables}
+        return harness.run(words, code=code, cwd=cwd, **variables).stdout
+
+    def script(self, what, code=0):
+        """Run tools/local_slurm.sh; return its Done."""
+        words = ["bash", "tools/local_slurm.sh", what]
+        return harness.run(words, code=code, **self.variables)
+
+    def members(self):
+        """Return the processes that hold one of the cluster's files open."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                links = [*Path(f"/proc/{process.pid}/fd").iterdir()]
+                files = [link.readlink() for link in links]
+            except OSError:
+                continue
+            if any(self.folder in file.parents for file in files):
+                found.append(process)
+        return found
+
+    def cancel_jobs(self):
+        """Cancel the jobs that are there; return when there is none."""
+        if jobs := self.call("squeue", "--noheader", "--format=%A").split():
+            self.call("scancel", "--full", *jobs)
+            queue = ("squeue", "--noheader")
+            wait_until(lambda: not self.call(*queue), harness.LIMIT, every=EVERY)
+
+    def sbatch(self, *words, cwd, **variables):
+        """Submit a job from the folder `cwd`; return the SlurmJob."""
+        number = self.call("sbatch", "--parsable", *words, cwd=cwd, **variables)
+        return SlurmJob(self, number.strip(), Path(cwd))
+
+    def submit(self, stage, name, *flags, per_node=1, held=False, cwd, **variables):
+        """Submit a stage's job file; return the SlurmJob.
+
+        It gets two nodes, and `per_node` processes on each. held: it does not start
+        before `scontrol release`.
+        """
+        by_torchrun = name == "job_torchrun.sbatch"  # which is one task per node
+        option = "--cpus-per-task" if by_torchrun else "--ntasks-per-node"
+        words = [f"{option}={per_node}", ROOT / stage / name, *flags]
+        return self.sbatch(*["--hold"] * held, *words, cwd=cwd, **variables)
+
+
+class SlurmJob:
+    """A job that was submitted from the folder `cwd`."""
+
+    def __init__(self, cluster, number, cwd):
+        self.cluster = cluster
+        self.number = number
+        self.log_file = cwd / f"slurm-{number}.out"
+        self.checkpoints = cwd / f"checkpoints-{number}"
+
+    def show(self):
+        """Return what Slurm says of it, as a dict."""
+        text = self.cluster.call("scontrol", "show", "job", self.number)
+        return dict(re.findall(r"(\w+)=(\S+)", text))
+
+    def log(self):
+        """Return what it has printed."""
+        return self.log_file.read_text() if self.log_file.exists() else ""
+
+    def steps(self):
+        """Return the steps of its checkpoints, the latest last."""
+        return sorted(int(path.stem[5:]) for path in self.checkpoints.glob("step-*"))
+
+    def wait(self, state, seconds=harness.LIMIT):
+        """Wait until it is in this state; fail if it ends in another one."""
+
+        def reached():
+            now = self.show()["JobState"]
+            assert now == state or now not in ENDED, f"{now}\n{self.log()}"
+            return now == state
+
+        wait_until(reached, seconds, self.log, EVERY)
+
+    def wait_for(self, text, times=1, seconds=harness.LIMIT):
+        """Wait until its log has a text so many times; fail if it ends before."""
+
+        def seen():
+            ended = self.show()["JobState"] in ENDED  # before the last look at the log
+            if self.log().count(text) >= times:
+                return True
+            assert not ended, self.log()
+            return False
+
+        wait_until(seen, seconds, self.log, EVERY)
+
+    def ranks(self):
+        """Return its live processes that train, by rank."""
+        ours = {"SLURM_JOB_ID": self.number}
+        ours["SLURM_CONF"] = self.cluster.variables["SLURM_CONF"]
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                words, variables = process.cmdline(), process.environ()
+            except psutil.Error:
+                continue
+            launches = (
+                "torch.distributed.run" in words or "SLURM_STEP_ID" not in variables
+            )
+            trains = "train.py" in " ".join(words) and not launches
+            if trains and ours.items() <= variables.items():
+                rank = variables.get("RANK", variables.get("SLURM_PROCID"))
+                found[rank] = process
+        return found
+
+    @contextlib.contextmanager
+    def stopped_until_sigterm(self):
+        """Stop its two ranks, and let them run again when SIGTERM has reached both.
+
+        Otherwise a short run could end before a busy Slurm sends the signal. Yields the
+        ranks, as `ranks` returns them. Afterwards they have ended.
+        """
+
+        def found():
+            ranks = self.ranks()
+            ready = all(has_sigterm(rank, "SigCgt") for rank in ranks.values())
+            return ready and len(ranks) == 2 and ranks
+
+        ranks = wait_until(found, harness.LIMIT, self.log, every=0.1)
+        for rank in ranks.values():
+            rank.suspend()
+        wait_until(lambda: all(map(is_stopped, ranks.values())), harness.LIMIT)
+        yield ranks
+
+        def arrived(rank):  # a preemption wakes it with SIGCONT, too
+            return has_sigterm(rank, "ShdPnd") or not is_stopped(rank)
+
+        wait_until(lambda: all(map(arrived, ranks.values())), harness.LIMIT, self.log)
+        for rank in ranks.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.resume()
+        assert_gone(ranks.values(), [], harness.LIMIT)
+
+    def preempt(self):
+        """Have a more urgent job take its nodes; return the ranks that it had."""
+        words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
+        with self.stopped_until_sigterm() as ranks:
+            self.cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+        return ranks
+
+    def send_time_limit_signal(self):
+        """Send it the signal that Slurm sends before its time is over."""
+        self.cluster.call("scancel", "--batch", "--signal=USR1", self.number)

@@ -1,0 +1,97 @@
+"""What runs of tests/test_your_own_script.py do first: a `prepare` of tools/harness.py.
+
+The scripts there import nothing of ours, so what they did is seen through torch. Each
+of these functions has a script train in float64.
+"""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
+from torch.utils.data import RandomSampler
+
+
+def call_after(owner, name, function):
+    """Call a function after each `owner.name`, with its result and arguments."""
+    original = getattr(owner, name)
+
+    def called(*arguments, **options):
+        result = original(*arguments, **options)
+        function(result, *arguments)
+        return result
+
+    setattr(owner, name, called)
+
+
+def record(folder):
+    """Save what this rank did to folder/rank-R.pt, when the script ends.
+
+    It is a dict. `batches` and `noise`: the samples of each step, and the noise drawn
+    for them; `sums`: what each evaluation has after its all-reduce; `ranks`: the number
+    of processes; `saves`: how often torch.save was called; `elements`: how many of the
+    gradient's elements this rank has.
+    """
+    torch.set_default_dtype(torch.float64)
+    seen = {"batches": [], "noise": [], "sums": [], "saves": 0}
+    save = torch.save
+
+    def drawn(noise, points):
+        seen["batches"].append(points.cpu())
+        seen["noise"].append(noise.cpu())
+
+    def reduced(_, tensor, *op):
+        if not op:  # fsdp.py also asks for a maximum
+            seen["sums"].append(tensor.tolist())
+        seen["ranks"] = dist.get_world_size()
+
+    def saved(*_):
+        seen["saves"] += 1
+
+    def count_elements(optimizer, *_):
+        groups = [group["params"] for group in optimizer.param_groups]
+        gradients = [weight.grad for weights in groups for weight in weights]
+        shards = [getattr(each, "_local_tensor", each) for each in gradients]
+        seen["elements"] = sum(each.numel() for each in shards)
+
+    call_after(torch, "randn_like", drawn)
+    call_after(dist, "all_reduce", reduced)
+    call_after(torch, "save", saved)
+    register_optimizer_step_pre_hook(count_elements)
+    path = Path(folder, f"rank-{os.environ['RANK']}.pt")
+    call_after(dist, "destroy_process_group", lambda *_: save(seen, path))
+
+
+def kill_in_save(checkpoint):
+    """Have the last rank kill itself before it writes its shards of a checkpoint.
+
+    checkpoint: its number, 1 for the first.
+    """
+    torch.set_default_dtype(torch.float64)
+    count, write_data = itertools.count(1), FileSystemWriter.write_data
+
+    def killed(*arguments):
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        if next(count) == checkpoint and is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_data(*arguments)
+
+    FileSystemWriter.write_data = killed
+
+
+def shuffle_as_after(num_samples):
+    """Have shuffle=True take the same samples as after.py's sampler, in its order."""
+    torch.set_default_dtype(torch.float64)
+    epochs = itertools.count(1)
+
+    def order(sampler):
+        of_after = DistributedSampler(range(len(sampler)), num_replicas=1, rank=0)
+        of_after.set_epoch(next(epochs))
+        return itertools.islice(of_after, num_samples)
+
+    RandomSampler.__iter__ = order

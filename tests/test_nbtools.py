@@ -1,0 +1,92 @@
+"""What the notebooks use: commands that are shown and run, and comparisons."""
+
+import psutil
+import pytest
+import torch
+
+from common import checkpoint
+from nbtools import lesson
+from tools import harness
+from tools.harness import CommandError
+
+
+def test_run_shows_a_command_as_it_is_typed_and_what_it_prints(capsys):
+    command = """A=1 python -c 'import os, sys; print(os.environ["A"], sys.argv[1])' \\
+  $WORK/a"""
+    assert lesson.run(command).stdout == "1 $WORK/a\n"
+    assert capsys.readouterr().out == f"$ {command}\n1 $WORK/a\n"
+    assert lesson.run(command, quiet=True).stdout == "1 $WORK/a\n"
+    assert capsys.readouterr().out == f"$ {command}\n"
+
+
+def test_run_prints_the_lines_as_they_come(tmp_path, monkeypatch):
+    """The child prints its second line only when the first one has been seen here."""
+    script, lines = tmp_path / "script.py", []
+    script.write_text(
+        "import pathlib, time\n"
+        "print('one', flush=True)\n"
+        "while not pathlib.Path(__file__).with_name('seen').exists():\n"
+        "    time.sleep(0.01)\n"
+        "print('two')\n"
+    )
+
+    def note(line, **_):
+        lines.append(line)
+        if line == "one\n":
+            (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(lesson, "print", note, raising=False)
+    lesson.run(f"python {script}")
+    assert lines == [f"$ python {script}", "one\n", "two\n"]
+
+
+def test_run_raises_unless_the_child_ends_as_it_should():
+    fails = """python -c 'import sys; sys.exit("its reason")'"""
+    with pytest.raises(CommandError, match="its reason"):
+        lesson.run(fails)
+    assert lesson.run(fails, fails=True).returncode == 1
+    with pytest.raises(CommandError, match="exit code 0"):
+        lesson.run("python -c pass", fails=True)
+    for flag in (False, True):
+        with pytest.raises(CommandError, match="after 0 s"):
+            lesson.run("python -c 'import time; time.sleep(3600)'", flag, seconds=0)
+
+
+def test_whatever_ends_run_ends_what_it_started(monkeypatch):
+    """Ctrl-C for instance: no process of the command is left."""
+    processes = []
+
+    def interrupt(line, **_):
+        if not line.startswith("$"):
+            processes.extend(psutil.Process(int(pid)) for pid in line.split())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lesson, "print", interrupt, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        lesson.run("bash -c 'sleep 3600 & echo $$ $!; wait'")
+    assert len(processes) == 2
+    harness.assert_gone(processes, (), harness.LIMIT)
+
+
+def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
+    """Of torch's C++ code no line numbers, and gloo's two messages as one."""
+    lesson.grep(r"b\d", "a1\nb2\nc [/x/y.cc:12] b3 d")
+    assert capsys.readouterr().out == "b2\nc b3 d\n"
+    for message in (
+        "[/x/y.cc:12] Timed out waiting 5000ms for send operation to complete",
+        "[/x/y.cc:34] Application timeout caused pair closure",
+    ):
+        lesson.grep("Error", f"a\n[rank0]: RuntimeError: {message}\nb")
+        shown = "[rank0]: RuntimeError: <Timed out waiting ...>\n"
+        assert capsys.readouterr().out == shown
+    with pytest.raises(ValueError, match="no line"):
+        lesson.grep("x", "a\nb")
+
+
+def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
+    checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
+    checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
+    checkpoint.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
+    assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
+    with pytest.raises(ValueError, match="module.w"):
+        lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")

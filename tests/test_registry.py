@@ -1,0 +1,223 @@
+"""stages.toml is true, and nothing else counts, lists or indexes the stages."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.training import replace_once
+from tools import harness
+from tools import notebooks
+from tools.stages import ROOT
+from tools.stages import first_with
+from tools.stages import known_files
+from tools.stages import plain_command
+from tools.stages import registry
+from tools.stages import span
+from tools.stages import stages
+from tools.stages import with_feature
+
+TOML = (ROOT / "stages.toml").read_text()
+NUMBERS = [stage.number for stage in registry().values()]
+
+
+# ---- stages.toml ---------------------------------------------------------------------
+def test_the_stages_are_the_folders_and_have_numbers_without_a_gap():
+    folders = [path.name for path in ROOT.glob("[0-9][0-9]_*") if path.is_dir()]
+    assert stages() == sorted(folders)
+    assert [*map(int, NUMBERS)] == [n for n, _ in enumerate(stages(), 1)]
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_a_stage_has_its_files_and_builds_on_another(stage):
+    for name in ("train.py", f"{stage}.ipynb", "solutions.py"):
+        assert (ROOT / stage / name).is_file()
+    first, *_ = stages()
+    assert (registry()[stage].builds_on is None) == (stage == first)
+    assert all(stage in command for command in registry()[stage].commands)
+    assert plain_command(stage).split()[0] in ("python", "torchrun")
+
+
+def test_the_features_are_those_that_stages_toml_explains():
+    explained = re.findall(r"^# {15}(\w[\w, ]*?)  ", TOML, re.MULTILINE)
+    explained = {word for words in explained for word in words.split(", ")}
+    assert explained == set().union(*(s.features for s in registry().values()))
+
+
+def test_an_unknown_key_feature_or_stage_is_an_error(tmp_path):
+    path = tmp_path / "stages.toml"
+    path.write_text(TOML.replace("title =", "titel ="))
+    with pytest.raises(TypeError, match="titel"):
+        registry(tmp_path)
+    path.write_text(TOML.replace('builds_on = "', 'builds_on = "x'))
+    with pytest.raises(ValueError, match="builds on x"):
+        registry(tmp_path)
+    with pytest.raises(ValueError, match="'checkpoint'"):
+        with_feature("amp", "checkpoint")
+    with pytest.raises(ValueError, match="amps"):
+        with_feature(without=("amps",))
+
+
+# ---- tools/stages.py -----------------------------------------------------------------
+def test_some_stages_as_words():
+    one, two, three, four, *others = stages()
+    numbers = dict(zip(stages(), NUMBERS, strict=True))
+    assert span(stages()) == "all"
+    assert span([one]) == numbers[one]
+    assert span([three, one, two]) == f"{numbers[one]} to {numbers[three]}"
+    wanted = f"{numbers[one]}, from {numbers[four]} on"
+    assert span([one, four, *others]) == wanted
+
+
+def test_a_command_is_shown_for_the_number_of_processes_that_it_starts():
+    for feature, flag in (("torchrun", "--nproc-per-node=3"), ("spawn", "--nproc=3")):
+        stage = first_with(feature)
+        words = plain_command(stage, 3).split()
+        assert flag in words and f"{stage}/train.py" in words
+    stage = first_with("images")
+    assert plain_command(stage, 3) == registry()[stage].command
+
+
+# ---- nothing else knows them ---------------------------------------------------------
+# What would go stale with the next stage, and in which files one looks for it.
+PROGRAMS = re.compile(r"(tests|tools|benchmarks|nbtools)/.*\.py")
+TEXTS = re.compile(r".*\.(py|ipynb|md|toml|sh|sbatch|yml)|Makefile")
+COUNTS = r"\d\d|eight|nine|ten|eleven|twelve|\w+teen|twenty[\w-]*"
+STALE = {
+    r"\bstages\(\)\[": TEXTS,
+    r"\bint\(\w+\[:2\]\)": TEXTS,
+    rf"\b(?:{COUNTS})\s+stages\b": TEXTS,
+    r"十\w?个阶段": TEXTS,
+    r"\blast\s+stage\b(?! that)|最后一个阶段": TEXTS,
+    rf"(?:stages|阶段) ?\d\d(?: to | through | 到 |-){max(NUMBERS)}\b": TEXTS,
+    r"\b\d\d to \d\d\b": PROGRAMS,
+}
+
+
+def text_of(name):
+    """Return the text of a file; of a notebook, that of its cells' sources."""
+    text = (ROOT / name).read_text()
+    if not name.endswith(".ipynb"):
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
+def lists_of_stages(text):
+    """Return the literals in a program that name three stages or more, as text."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)):
+            values = [getattr(each, "value", None) for each in ast.walk(node)]
+            names = {value for value in values if isinstance(value, str)}
+            if len(names & set(stages())) >= 3:
+                found.append(ast.unparse(node))
+    return found
+
+
+def stale(name, text):
+    """Return what a file says that would be wrong with one more stage."""
+    patterns = [pattern for pattern, files in STALE.items() if files.fullmatch(name)]
+    found = [m[0] for p in patterns for m in re.finditer(p, text, re.IGNORECASE)]
+    return found + (lists_of_stages(text) if PROGRAMS.fullmatch(name) else [])
+
+
+def test_no_other_file_counts_lists_or_indexes_the_stages():
+    found = {}
+    for name in filter(TEXTS.fullmatch, known_files()):
+        if ROOT / name == Path(__file__):
+            continue  # it shows what is looked for
+        if words := stale(name, text_of(name)):
+            found[name] = words
+    assert not found
+
+
+def test_what_would_go_stale_is_found():
+    one, two, three, *_ = stages()
+    last = max(NUMBERS)
+    for text in (
+        f"'''Thirteen\nstages, and the last stage; stages {one[:2]} to {last}.'''",
+        f"x = stages()[{1}:], int(name[:2])",
+        f"x = {{'{one}': 1, '{two}': 2, '{three}': 3}}",
+        f"# {two[:2]} to {three[:2]}",
+    ):
+        assert stale("tests/test_x.py", text), text
+    assert len(stale("README.md", f"十三个阶段, 阶段 {one[:2]} 到 {last}")) == 2
+    assert not stale("README.md", f"stages {one[:2]} to {two[:2]}, the last stage that")
+    assert not stale("tests/test_x.py", f"x = ['{one}', '{two}']")
+
+
+# ---- one more stage ------------------------------------------------------------------
+DIFFS = """
+from nbtools import lesson
+for section in lesson.sections({new!r}):
+    if lines := lesson.diff({last!r}, {new!r}, section):
+        print(section, *lines, "", sep="\\n", end="\\0")
+"""
+
+
+def add_stage(root, last, new):
+    """Add a copy of stage `last`, with one more line, to a copy of this repository.
+
+    Only its folder and stages.toml are written.
+    """
+    number, old = new[:2], last[:2]
+    for path in [path for path in (root / last).rglob("*.*") if path.is_file()]:
+        target = (
+            root / new / path.relative_to(root / last).as_posix().replace(last, new)
+        )
+        if path.suffix != ".ipynb" or path.stem == last:  # no companions
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(path.read_text().replace(last, new))
+    end = "    main()\n"
+    line = f'    print(end="")  # [{number}] otherwise nothing is different\n'
+    title = (f'"""[{old}]', f'"""[{number}]')
+    replace_once(root / new / "train.py", title, (f":\n{end}", f":\n{line}{end}"))
+
+    stage = TOML.rpartition("[[stage]]")[2].replace(last, new)
+    stage = re.sub("(?m)^builds_on.*", f'builds_on = "{last}"', stage)
+    stage = re.sub("(?m)^(teaches.*) = .*", r'\1 = "nothing"', stage)
+    (root / "stages.toml").write_text(f"{TOML}\n[[stage]]{stage}")
+
+    book = nbformat.read(root / new / f"{new}.ipynb", as_version=4)
+    book.cells = [cell for cell in book.cells if "show_diff(" not in cell.source]
+    book.cells[0].source = book.cells[0].source.replace(f"# {old} · ", f"# {number} · ")
+    program = DIFFS.format(last=last, new=new)
+    for text in harness.run(["python", "-c", program], cwd=root).stdout.split("\0")[
+        :-1
+    ]:
+        section, _, shown = text.partition("\n")
+        call = f'lesson.show_diff("{last}", "{new}", "{section}")'
+        shown = nbformat.v4.new_output("stream", text=shown)
+        book.cells.append(nbformat.v4.new_code_cell(call, outputs=[shown]))
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    for count, cell in enumerate(code, 1):
+        cell.execution_count = count
+    notebooks.write(book, root / new / f"{new}.ipynb")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_more_stage_needs_its_folder_and_stages_toml_only(tmp_path):
+    """`make pages`, and then `make check` passes and the stage's tests are there."""
+    root = tmp_path / "copy"
+    for name in known_files():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    *_, last = stages()
+    new = f"{len(stages()) + 1:02}_one_more"
+    add_stage(root, last, new)
+    harness.run(["python", "-m", "ruff", "format", new], cwd=root)
+    own = f"PY={sys.executable}"
+    for target in ("pages", "check"):
+        harness.run(["make", target, own], tmp_path / target, cwd=root, seconds=1500)
+    for module in ("same_weights", "resume", "preemption", "bad_input"):
+        words = [f"tests/test_{module}.py", "--all", "--collect-only", "-q"]
+        collected = harness.run(["python", "-m", "pytest", *words], cwd=root).stdout
+        assert f"[{new}" in collected or f"-{new}" in collected, module

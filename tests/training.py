@@ -1,0 +1,271 @@
+"""How the tests train a stage: with little work, from copies, with a fault in it.
+
+tools/harness.py starts the processes.
+
+    DOUBLE, ENDLESS     flags that many tests use
+    small_workload      flags with which an epoch takes a second or two
+    start_stage, run_stage      a stage in forks, or by its launcher
+    train, train_in_forks       the same to its end, with what it wrote
+    copied, changed, injected   a stage in another folder, as it is or with a fault
+    load_stage, stage_args      a stage's script as a module, for its functions
+"""
+
+import collections
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import types
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from common import data
+from tools import harness
+from tools.stages import ROOT
+from tools.stages import command
+from tools.stages import features
+
+DOUBLE = ("--dtype", "float64", "--epochs", "2")
+ENDLESS = ("--epochs", "100000")
+WINDOW = 8  # tokens, of a language model's samples
+
+harness.preloaded += ["tests.training"]
+
+
+def counts(device):
+    """Return the numbers of processes to try: 1 to 4, if there are as many GPUs."""
+    most = torch.cuda.device_count() if device == "cuda" else 4
+    return range(1, min(4, most) + 1)
+
+
+def missing_for_slurm():
+    """Return what the local cluster lacks on this machine; "" if it can run."""
+    if os.geteuid() != 0:
+        return "the local cluster needs root"
+    if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munged"))):
+        return "no Slurm here: apt-get install slurmctld slurmd slurm-client munge"
+    name = os.uname().nodename
+    if socket.gethostbyname(name) != "127.0.0.1":
+        return f"Slurm would leave loopback: echo 127.0.0.1 {name} >>/etc/hosts"
+    return ""
+
+
+# ---- work ----------------------------------------------------------------------------
+# flags: of the data; train, val: targets in an epoch and in the validation set; logits:
+# the shape of the whole validation set's.
+Workload = collections.namedtuple("Workload", "flags train val logits")
+
+
+@functools.cache
+def texts():
+    """Return the folder of the texts that `small_workload` writes."""
+    return tempfile.TemporaryDirectory()
+
+
+def small_workload(stage, samples=1500):
+    """Return the Workload of a stage with so many training samples of a few values.
+
+    With 1,500, an epoch has 25 steps. Images are then the digits, and random ones with
+    another number; a text is the beginning of common/text.txt.
+    """
+    if "text" in features(stage):
+        training = WINDOW * (samples + 1)  # so many fit, wherever the first one begins
+        size = -(-10 * training // 9)  # of which nine tenths are for training
+        windows = (size - training - 1) // WINDOW
+        path = Path(texts().name, f"{samples}.txt")
+        path.write_bytes((ROOT / "common/text.txt").read_bytes()[:size])
+        flags = ("--text-file", str(path), "--context-length", str(WINDOW))
+        shape = (windows, 256, WINDOW)
+        return Workload(flags, WINDOW * samples, WINDOW * windows, shape)
+    if samples == 1500:
+        return Workload((), samples, 297, (297, 10))
+    flags = ("--data", "fake", "--image-size", "8", "--images", str(samples))
+    images = max(1, samples // 5)
+    return Workload(flags, samples, images, (images, 10))
+
+
+# ---- runs ----------------------------------------------------------------------------
+def start_stage(stage, processes, flags, folder, root=ROOT, forks=True, **options):
+    """Start a stage's plain command with more flags; return a harness.Job.
+
+    root: where its folder is; forks, options: as for `harness.start`.
+    """
+    words = [*command(stage, processes, root), *flags]
+    return harness.start(words, folder, forks=forks, **options)
+
+
+def run_stage(
+    stage, processes, flags, folder, code=0, seconds=harness.LIMIT, **options
+):
+    """Run a stage to its end; return a harness.Done.
+
+    Raises harness.CommandError, with what it printed, if it ends with another code.
+    """
+    root = options.pop("root", ROOT)
+    words = [*command(stage, processes, root), *flags]
+    options = {"forks": True, **options}
+    return harness.run(words, folder, code, seconds, **options)
+
+
+def train(stage, processes, flags, folder):
+    """Copy a stage elsewhere and run it from a third folder by its command.
+
+    That folder contains another package called `common`, which must not be imported
+    instead of the copy's. Returns the run's Done, with what `with_results` adds.
+    """
+    folder = Path(folder)
+    project = copied(stage, folder / "project")
+    (folder / "common").mkdir()
+    (folder / "common/__init__.py").write_text("raise ImportError('the wrong common')")
+    flags = [*flags, "--out-dir", "out"]
+    options = {"root": project, "forks": False, "cwd": folder}
+    done = run_stage(stage, processes, flags, folder, **options)
+    return with_results(done, folder / "out")
+
+
+def train_in_forks(stage, processes, flags, folder):
+    """Do as `train` does, in forks instead of by the stage's command."""
+    out = Path(folder) / "out"
+    done = run_stage(stage, processes, [*flags, "--out-dir", out], folder)
+    assert not any(one.stdout for one in done.ranks[1:])
+    return with_results(done, out)
+
+
+def with_results(done, out):
+    """Add to a run's Done its `rows`, `weights` and `epochs` (lines it printed)."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    done.rows = [json.loads(line) for line in lines]
+    done.weights = out / "last.pt"
+    done.epochs = re.findall("^epoch .*", done.stdout, re.MULTILINE)
+    return done
+
+
+def assert_one_error_line(done, named):
+    """Assert that a run ended with code 2 and one line that contains `named`."""
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.py: error: ")
+    assert named in line
+
+
+def losses(text):
+    """Return the losses that a run has printed, in order."""
+    return [float(number) for number in re.findall(r"loss ([\d.]+)", text)]
+
+
+def call_all(*functions):
+    """Call those of the functions that are not None: several faults at once."""
+    for function in filter(None, functions):
+        function()
+
+
+# ---- copies --------------------------------------------------------------------------
+def copied(stage, folder):
+    """Copy a stage's script and common/ into a new folder, as a reader does."""
+    (folder / stage).mkdir(parents=True)
+    shutil.copy(ROOT / stage / "train.py", folder / stage)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
+    return folder
+
+
+def replace_once(path, *replacements, target=None):
+    """Replace texts of a file, each of which is there once; write it, or `target`."""
+    text = path.read_text()
+    for old, new in replacements:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (target or path).write_text(text)
+
+
+def changed(stage, folder, *replacements):
+    """Copy a stage and replace texts of its script, each of which is there once."""
+    replace_once(copied(stage, folder) / stage / "train.py", *replacements)
+    return folder
+
+
+def injected(stage, folder, code):
+    """Copy a stage and add code to its end, which every process of a run executes."""
+    end = '\n\nif __name__ == "__main__":\n'
+    return changed(stage, folder, (end, f"\n\n{code}\n{end}"))
+
+
+# ---- functions of a script -----------------------------------------------------------
+def load_stage(stage):
+    """Return a stage's script as a module, without running it."""
+    script = ROOT / stage / "train.py"
+    spec = importlib.util.spec_from_file_location(f"stage_{stage}", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_stage_for_vectors(stage):
+    """Return a stage's script as a module that takes float vectors for samples."""
+    module = load_stage(stage)
+    module.data = types.SimpleNamespace(**vars(data))
+    module.data.normalize = lambda args, vectors: vectors.to(args.dtype)
+    return module
+
+
+def stage_args(module, *flags):
+    """Return what a stage's script, loaded as a module, makes of flags, on the CPU."""
+    words = ["train.py", "--device", "cpu", *map(str, flags)]
+    with mock.patch.object(sys, "argv", words):
+        return module.parse_args()
+
+
+def replace_data(module, train_set, val_set):
+    """Have a stage's script, loaded as a module, load these sets instead of its own."""
+    module.data = types.SimpleNamespace(**vars(module.data))
+    module.data.load_data = module.data.load_text = lambda _: (train_set, val_set)
+
+
+def train_first_epoch(stage, module, args, model, loader, optimizer, scheduler, scaler):
+    """Train by a stage's own function; return the metrics of the epoch.
+
+    It saves no checkpoint, and gets no signal.
+    """
+    arguments = [args, 1, model, loader, optimizer, scheduler, scaler]
+    parts = (args, loader, model, optimizer, scheduler, scaler)
+    if "sharded_checkpoints" in features(stage):
+        arguments.append(module.ShardedCheckpointer(*parts, group=None))
+    elif "checkpoints" in features(stage):
+        arguments.append(module.Checkpointer(*parts))
+    if "signals" in features(stage):
+        vote = functools.partial(module.cast_vote, args, arguments[-1], [], None)
+        metrics, _ = module.train_one_epoch(*arguments, vote)
+        return metrics
+    return module.train_one_epoch(*arguments)
+
+
+def sharded(model):
+    """Shard a small model with FSDP2 over the processes of the default group."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh)
+
+
+def plain(tensor):
+    """Return a tensor, whole if FSDP2 has sharded it: then all ranks must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class FakeLoader(list):
+    """A list of batches, with what a training loop asks of a DataLoader."""
+
+    class Dataset(list):
+        """Has a length, and `epoch` can be set."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.dataset = self.Dataset(label for _, labels in batches for label in labels)
+        self.sampler = types.SimpleNamespace(set_epoch=lambda _: None)

@@ -1,0 +1,128 @@
+"""Count what a block of code does: its waits for the device, and its collectives.
+
+    with Collectives() as collectives, Waits() as waits:
+        train_one_step()
+    waits.count                          # 1
+    collectives.seen                     # [("all_reduce", torch.float32, 400, 400)]
+    collectives.total()["all_reduce"]    # {"calls": 1, "bytes": 400}
+
+Both are dispatch modes: torch shows them each operation before it runs. They see those
+of the thread that entered them, and of the backward passes that it starts, on a CPU or
+a GPU: so also the all-reduces of DDP, and the all-gathers and reduce-scatters of FSDP2.
+They do not see those of other threads, such as an asynchronous save's. What a backend
+makes of a collective does not matter: gloo carries out a reduce-scatter as an
+all-reduce, and it is seen as a reduce-scatter.
+"""
+
+import itertools
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+# Python needs a number that the device computes, or the size of a result.
+WAITING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+COPIES = {aten._to_copy.default, aten.copy_.default}
+
+# Operations have names such as allreduce_, _allgather_base_ and all_gather_into_tensor.
+# The first of these whose letters are in such a name is the collective.
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast")
+COLLECTIVES += ("barrier", "gather", "scatter", "reduce", "send", "recv")
+
+
+class Count(TorchDispatchMode):
+    """Calls `note(operation, arguments, result)` for each operation on plain tensors.
+
+    One on a DTensor is seen as what DTensor makes of it: collectives and operations on
+    this process's shards.
+    """
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor is next, and calls us with plain tensors
+        result = operation(*args, **(kwargs or {}))
+        self.note(operation, args, result)
+        return result
+
+
+class Waits(Count):
+    """Counts the operations that make Python wait for the device, in `count`.
+
+    They are the same on a CPU, where Python waits for every operation anyway; but only
+    with a GPU are copies between the two counted, those that wait.
+    """
+
+    count = 0
+
+    def note(self, operation, args, result):
+        if operation in WAITING:
+            self.count += 1
+        if operation in COPIES:
+            source = args[1] if operation is aten.copy_.default else args[0]
+            devices = {source.device.type, result.device.type}
+            pinned = source.device.type == "cpu" and source.is_pinned()
+            self.count += devices == {"cpu", "cuda"} and not pinned
+
+
+class Collectives(Count):
+    """Notes the collectives that this process calls, in `seen`.
+
+    seen: a tuple for each, in order: its name as in torch.distributed ("all_gather",
+    "reduce_scatter", ...); the dtype; the bytes that this process gives to it; and the
+    bytes of the whole, which for an all-gather is its result, for most others the same.
+    A barrier has 0 bytes. The tuples are plain, so that torch.load reads them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def note(self, operation, args, result):
+        # c10d: of torch.distributed, DDP and FSDP2; the other: of DTensor
+        if operation.namespace not in ("c10d", "_c10d_functional"):
+            return
+        letters = operation.__name__.replace("_", "")
+        for name in COLLECTIVES:
+            if name.replace("_", "") in letters:
+                self.seen.append((name, *sizes(name, args, result)))
+                break
+
+    def total(self):
+        """Return {name: {"calls": their number, "bytes": given by this process}}."""
+        found = {}
+        for name, _, given, _ in self.seen:
+            sums = found.setdefault(name, {"calls": 0, "bytes": 0})
+            sums["calls"] += 1
+            sums["bytes"] += given
+        return found
+
+
+def sizes(name, args, result):
+    """Return the dtype of a collective, the bytes of its input, and of the whole."""
+    # of the parameters, the output if there is one, then the input; then the result
+    groups = [list(filter(torch.is_tensor, tree_leaves(a))) for a in (*args, result)]
+    *inputs, results = groups
+    inputs = [group for group in inputs if group]
+    if name == "barrier" or not inputs:
+        return None, 0, 0
+    sums = [sum(tensor.nbytes for tensor in group) for group in inputs]
+    whole = max(*sums, sum(tensor.nbytes for tensor in results))
+    return inputs[-1][0].dtype, sums[-1], whole
+
+
+def between_steps(first, last, begin, end):
+    """Have this process call `begin` and `end`, each after one of its optimizer steps.
+
+    first, last: counted from 1, over all optimizers of the process.
+    """
+    steps = itertools.count(1)
+    calls = {first: begin, last: end}
+
+    def after_step(*_):
+        if call := calls.get(next(steps)):
+            call()
+
+    register_optimizer_step_post_hook(after_step)
