@@ -155,18 +155,6 @@ def test_cuda_without_a_gpu(stage, tmp_path):
     assert_one_error_line(done, "--device cuda: no GPU is visible; use --device cpu")
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        only_in_sweep(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
-        for stage in with_feature("distributed")
-    ],
-)
-def test_sync_bn_needs_gpus(stage, tmp_path):
-    done = run_stage(stage, 1, ["--sync-bn", "--device", "cpu"], tmp_path, code=2)
-    assert_one_error_line(done, "--sync-bn: ")
-
-
 # ---- launchers -----------------------------------------------------------------------
 VARIABLES = [
     ({"RANK": None}, "RANK is not set; a launcher sets it: start with "),

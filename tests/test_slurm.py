@@ -366,13 +366,16 @@ def test_one_cluster_leaves_another_alone_and_no_trace(
     second_cluster.script("status", code=1)
     assert second_cluster.script("start").stdout.startswith("started\n")
     ports = [second_cluster.port + n for n in range(3)]
-    task = ["sleep", str(ports[0])]  # which no other process on this machine is
+    seconds = str(ports[0])  # for which no other process on this machine sleeps
 
     def tasks():
         processes = psutil.process_iter(["cmdline"])
-        return [each for each in processes if each.info["cmdline"] == task]
+        # srun puts the whole path before it: /usr/bin/sleep
+        return [
+            one for one in processes if (one.info["cmdline"] or [])[1:] == [seconds]
+        ]
 
-    words = ["srun", "--nodes=2", *task]
+    words = ["srun", "--nodes=2", "sleep", seconds]
     with harness.start(words, tmp_path, **second_cluster.variables) as job:
         wait_until(lambda: len(tasks()) == 2, harness.LIMIT, job.screen, EVERY)
         members = second_cluster.members()
