@@ -3,8 +3,13 @@
 import torch
 
 # ---- exercise 1 ----------------------------------------------------------------------
-# The stage's sampler has a generator of its own; shuffle=True uses the global one.
-order_changes = {"this stage": False, "shuffle=True": True}
+# The weights and shuffle=True use the global generator, which is one number further.
+# The sampler of this stage has a generator of its own, seeded in every epoch.
+changes = {
+    "initial weights": True,
+    "order in this stage": False,
+    "order with shuffle=True": True,
+}
 
 
 # ---- exercise 2 ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 python 01_single_gpu/train.py
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from torch.utils.data import RandomSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import checkpoint
 from common import data
 from common import launch
 from common import meters
+from common import weights
 from common.args import ArgumentParser
+from common.args import check_batch_size
+from common.args import one_line_errors
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
@@ -35,8 +38,10 @@ def parse_args():
 # ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    local_rank = 0
-    device = launch.get_device(args, local_rank)
+    device = launch.get_device(args.device, local_rank=0)
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -59,9 +64,18 @@ def log(text):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    train_set, val_set = data.load_data(args)
+    with one_line_errors(f"--data {args.data}:"):
+        train_set, val_set = data.load(
+            args.data,
+            args.data_dir,
+            args.download,
+            args.image_size,
+            args.images,
+            args.seed,
+        )
+    check_batch_size(args.batch_size, processes=1, samples=len(train_set))
     local_batch_size = args.batch_size
-    options = loader_options(args)
+    options = loader_options(args.device, args.workers)
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
@@ -78,19 +92,21 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    # Otherwise every epoch has the same crops and flips, and the same order.
-    loader.dataset.epoch = epoch
+    # otherwise every epoch has the same crops and flips
+    loader.dataset.epoch.fill_(epoch)
+    # so the order follows from --seed and the epoch alone, as in DistributedSampler
     loader.sampler.generator.manual_seed(args.seed + epoch)
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
-    for images, target in batches:
+    for inputs, targets in batches:
         # uint8 until they are on the device: a quarter of the bytes of float32
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -104,12 +120,13 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for images, target in batches:
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
     return meter.compute()
 
 
@@ -118,10 +135,16 @@ def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
-    model = make_model(args, train_loader.dataset)
+    train_set = train_loader.dataset
+    channels, image_size, _ = train_set[0][0].shape
+    with one_line_errors(f"--arch {args.arch}:"):
+        model = make_model(
+            args.arch, channels, train_set.num_classes, image_size, args.pretrained
+        )
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     if args.evaluate:
-        checkpoint.load_weights(model, args.evaluate)
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
         return 0
     optimizer = torch.optim.SGD(
@@ -130,15 +153,18 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     for epoch in range(1, args.epochs + 1):
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
         if args.out_dir and is_main_process():
-            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
     return 0
 
 

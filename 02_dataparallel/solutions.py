@@ -4,6 +4,8 @@ from torch import nn
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
+# torch.nn.modules.utils has consume_prefix_in_state_dict_if_present, which changes the
+# dict itself.
 def without_prefix(state_dict):
     return {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
 
@@ -14,10 +16,12 @@ images_per_gpu = [2, 2, 2, 2, 2]
 
 
 # ---- exercise 3 ----------------------------------------------------------------------
+# A loss per image, not the part's mean: then the mean of all is that of the batch.
 class WithLoss(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, images, target):
-        return nn.functional.cross_entropy(self.model(images), target, reduction="none")
+    def forward(self, inputs, targets):
+        outputs = self.model(inputs)
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")

@@ -11,3 +11,9 @@ prediction = {0: (21, 12), 1: (12, 21)}
 # The backbone's come later. Wrap the model again after this line; or wrap it before
 # anything is frozen, with find_unused_parameters=True.
 line = "backbone.requires_grad_(True)"
+
+
+# ---- exercise 3 ----------------------------------------------------------------------
+# The lines 1, 3, 5, 6, 8, 9, 10 and 14 of the checklist. There is no GPU to choose, and
+# the sampler does not shuffle, because the loader did not.
+converted = "03_ddp_launch/demos/convert_solution.py"

@@ -3,6 +3,9 @@
 # ---- exercise 1 ----------------------------------------------------------------------
 tensor = [1, 1]  # shared memory: every process, the parent too, sees what each writes
 numbers = [0, 0]  # pickled: each process wrote into a copy of its own
+# A model's weights on a CPU are shared like the tensor. If you pass a model instead of
+# making it in `worker`, all ranks update the same weights: each step is taken once per
+# rank.
 
 
 # ---- exercise 2 ----------------------------------------------------------------------

@@ -4,14 +4,11 @@ python 04_ddp_spawn/train.py --nproc=2
 """
 
 import gc
+import math
 import os
-import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-# [03] noted before the slow imports, during which the launcher may die
-PARENT_PID = os.getppid()
 
 import torch
 import torch.distributed as dist
@@ -22,11 +19,13 @@ from torch.utils.data import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import checkpoint
 from common import data
 from common import launch
 from common import meters
+from common import weights
 from common.args import ArgumentParser
+from common.args import check_batch_size
+from common.args import one_line_errors
 from common.args import positive_int
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
@@ -38,30 +37,25 @@ from common.model import make_model
 def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
     parser = ArgumentParser(__doc__)
-    parser.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
-    )
     # [04] no launcher says how many
-    parser.add_argument("--nproc", type=positive_int, help="number of processes")
+    parser.add_argument(
+        "--nproc", type=positive_int, default=2, help="number of processes"
+    )
     args = parser.parse_args()
-    # [03] otherwise DDP raises a ValueError that does not name the flag
-    if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
-    if args.nproc is None:
-        args.nproc = torch.cuda.device_count() if args.device.type == "cuda" else 2
-    # [04] checked here, in the parent, an error is reported once and not by every rank
-    launch.check_batch_size(args, args.nproc)
-    launch.get_device(args, args.nproc - 1)
     return args
 
 
 # ---- 2. processes --------------------------------------------------------------------
 def setup(args, rank, folder):
     """Prepare this process and return its device."""
+    with one_line_errors():
+        # [04] all processes are on this machine
+        device = launch.get_device(args.device, local_rank=rank)
     # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent(PARENT_PID)
-    local_rank = rank  # [04] all processes are on this machine
-    device = launch.get_device(args, local_rank)
+    launch.die_with_parent()
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -98,12 +92,21 @@ def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    train_set, val_set = data.load_data(args)
+    with one_line_errors(f"--data {args.data}:"):
+        train_set, val_set = data.load(
+            args.data,
+            args.data_dir,
+            args.download,
+            args.image_size,
+            args.images,
+            args.seed,
+        )
     if is_main_process():
         dist.barrier()
+    check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    options = loader_options(args)
+    options = loader_options(args.device, args.workers)
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
@@ -121,19 +124,20 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    # Otherwise every epoch has the same crops and flips, and the same order.
-    loader.dataset.epoch = epoch
+    # otherwise every epoch has the same crops and flips
+    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
-    for images, target in batches:
+    for inputs, targets in batches:
         # uint8 until they are on the device: a quarter of the bytes of float32
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -149,12 +153,13 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for images, target in batches:
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
     return meter.compute()
 
 
@@ -163,14 +168,18 @@ def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
-    model = make_model(args, train_loader.dataset)
+    train_set = train_loader.dataset
+    channels, image_size, _ = train_set[0][0].shape
+    with one_line_errors(f"--arch {args.arch}:"):
+        model = make_model(
+            args.arch, channels, train_set.num_classes, image_size, args.pretrained
+        )
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     # [03] otherwise all ranks draw the same numbers, for dropout for instance
     torch.manual_seed(args.seed + dist.get_rank())
-    if args.sync_bn:  # [03] before the model is wrapped
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
-        checkpoint.load_weights(model, args.evaluate)
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
         return 0
     optimizer = torch.optim.SGD(
@@ -179,7 +188,6 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     # [03] averages the gradients during backward; `model` is what is saved
@@ -191,40 +199,37 @@ def run(args):
         )
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
         if args.out_dir and is_main_process():
-            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
     return 0
 
 
-def main():
-    args = parse_args()
-    # [04] otherwise SIGTERM ends this process without the cleanup below
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # [04] otherwise every process starts one thread per core
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
-    with TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (args, folder), args.nproc, join=False)
-        try:
-            while not context.join():  # [04] raises what a process raised
-                pass
-        except mp.ProcessExitedException as error:
-            # [04] exit code 2: a flag is wrong, and that process has said which
-            sys.exit(2 if error.exit_code == 2 else str(error))
-        except mp.ProcessRaisedException as error:
-            sys.exit(str(error))
-        finally:
-            for process in context.processes:
-                process.kill()  # [04] otherwise Python waits at exit until they end
-
-
 def worker(rank, args, folder):
-    """Entry point of a spawned process."""
+    """Be one of the processes."""
+    # [04] mp.spawn passes the rank: there is no LOCAL_RANK to read
     args.device = setup(args, rank, folder)
     exit_code = run(args)
     # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
     gc.collect()
     dist.destroy_process_group()
     sys.exit(exit_code)
+
+
+def main():
+    args = parse_args()
+    # [04] otherwise every process starts one thread per core
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.nproc)))
+    with TemporaryDirectory() as folder:
+        try:
+            # [04] calls worker(rank, args, folder) in so many processes, and waits
+            mp.spawn(worker, (args, folder), args.nproc)
+        except mp.ProcessExitedException as error:
+            # [04] a process has said why it ended, unless it was killed
+            sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
 
 if __name__ == "__main__":

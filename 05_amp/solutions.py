@@ -1,7 +1,5 @@
 """Solutions of the exercises in 05_amp.ipynb."""
 
-from torch import nn
-
 
 # ---- exercise 1 ----------------------------------------------------------------------
 def smallest_scale(gradient):
@@ -12,10 +10,11 @@ def smallest_scale(gradient):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-def step(loss, parameters, optimizer, scaler, clip):
-    optimizer.zero_grad()
+# Each optimizer skips its own step only: the second one takes its step.
+def step(loss, optimizers, scaler):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(parameters, clip)
-    scaler.step(optimizer)
-    scaler.update()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()  # once, after all of them

@@ -1,4 +1,4 @@
-"""Solutions of the exercises in 06_slurm.ipynb."""
+"""Solutions of the exercises in 06_slurm.ipynb and when_it_hangs.ipynb."""
 
 # ---- exercise 1 ----------------------------------------------------------------------
 # The batch script runs once, on the first node, where SLURM_PROCID is 0. It exports
@@ -13,3 +13,8 @@ command = (
     "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8"
     " 06_slurm/first_job.sbatch --batch-size 256"
 )
+
+
+# ---- when_it_hangs.ipynb -------------------------------------------------------------
+# Rank 1 reports the error, because it is the one that waits. Rank 0 is killed without
+# having printed one: the message comes from a rank that has done nothing wrong.

@@ -10,9 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-# [03] noted before the slow imports, during which the launcher may die
-PARENT_PID = os.getppid()
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,16 +18,21 @@ from torch.utils.data import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import checkpoint
 from common import data
 from common import launch
 from common import meters
+from common import weights
 from common.args import ArgumentParser
+from common.args import check_batch_size
+from common.args import one_line_errors
 from common.args import positive_float
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
 from common.model import make_model
+
+# [05] bf16 where the hardware has it, fp16 on older GPUs
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # ---- 1. flags ------------------------------------------------------------------------
@@ -38,19 +40,12 @@ def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
     parser = ArgumentParser(__doc__)
     parser.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
-    )
-    # [05] bf16 where the hardware has it, fp16 on older GPUs
-    parser.add_argument(
-        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
+        "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
         "--clip-grad", type=positive_float, help="clip the gradients to this norm"
     )
     args = parser.parse_args()
-    # [03] otherwise DDP raises a ValueError that does not name the flag
-    if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
     if args.amp != "off" and args.dtype != torch.float32:
         parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
@@ -65,12 +60,16 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    launch.check_environment(args)
+    with one_line_errors():
+        launch.check_environment()
+        # [03] not RANK, which counts the processes of all machines
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = launch.get_device(args.device, local_rank)
     # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent(PARENT_PID)
-    # [03] not RANK, which counts the processes of all machines
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = launch.get_device(args, local_rank)
+    launch.die_with_parent()
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -79,12 +78,11 @@ def setup(args):
     if device.type == "cuda":
         # [03] otherwise every process also takes memory on GPU 0
         torch.cuda.set_device(device)
-    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
-        dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
-            device_id=device if device.type == "cuda" else None,
-        )
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
@@ -104,12 +102,21 @@ def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    train_set, val_set = data.load_data(args)
+    with one_line_errors(f"--data {args.data}:"):
+        train_set, val_set = data.load(
+            args.data,
+            args.data_dir,
+            args.download,
+            args.image_size,
+            args.images,
+            args.seed,
+        )
     if is_main_process():
         dist.barrier()
+    check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    options = loader_options(args)
+    options = loader_options(args.device, args.workers)
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
@@ -126,48 +133,38 @@ def make_loaders(args):
 def autocast(args):
     """Return the context of a forward pass in the precision that --amp asks for."""
     # [05] convolutions and matrix products in low precision, losses in float32
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
-
-
-def skip_step(step, loss, scaler):
-    """Report a skipped step, or end the run if a smaller loss scale cannot help."""
-    # [05] the scaler halves its scale after each such step; without fp16 it is always 1
-    if not loss.isfinite() or scaler.get_scale() <= 1:
-        where = f"rank {dist.get_rank()}, step {step}"
-        raise FloatingPointError(f"{where}: gradient not finite, loss {loss}")
-    log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+    dtype = AMP_DTYPES[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
 
 
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    # Otherwise every epoch has the same crops and flips, and the same order.
-    loader.dataset.epoch = epoch
+    # otherwise every epoch has the same crops and flips
+    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
-    for step, (images, target) in enumerate(batches, (epoch - 1) * len(loader) + 1):
+    for inputs, targets in batches:
         # uint8 until they are on the device: a quarter of the bytes of float32
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
         with autocast(args):
-            output = model(images)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
-        # [05] otherwise small gradients become zero in fp16
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        # [05] waits for the device; the same on all ranks, as gradients are averaged
-        if norm.isfinite():
-            scaler.step(optimizer)
-            scheduler.step()
-        else:
-            skip_step(step, loss, scaler)
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
+        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
+        if args.clip_grad:
+            scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)  # [05] skips the step if a gradient is inf or nan
         scaler.update()
+        if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
+            scheduler.step()
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -180,13 +177,14 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for images, target in batches:
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         with autocast(args):  # [05] evaluate in the precision of the training
-            output = model(images)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
     return meter.compute()
 
 
@@ -195,14 +193,18 @@ def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
-    model = make_model(args, train_loader.dataset)
+    train_set = train_loader.dataset
+    channels, image_size, _ = train_set[0][0].shape
+    with one_line_errors(f"--arch {args.arch}:"):
+        model = make_model(
+            args.arch, channels, train_set.num_classes, image_size, args.pretrained
+        )
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     # [03] otherwise all ranks draw the same numbers, for dropout for instance
     torch.manual_seed(args.seed + dist.get_rank())
-    if args.sync_bn:  # [03] before the model is wrapped
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
-        checkpoint.load_weights(model, args.evaluate)
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
         return 0
     optimizer = torch.optim.SGD(
@@ -211,7 +213,6 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     # [03] averages the gradients during backward; `model` is what is saved
@@ -225,8 +226,12 @@ def run(args):
         )
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
         if args.out_dir and is_main_process():
-            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""[09] Resume from the latest checkpoint, to the same weights bit for bit.
+"""[09] Resume from the latest checkpoint, to the same weights.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 \
 --max-restarts=3 09_resume/train.py --checkpoint-dir checkpoints
@@ -11,9 +11,6 @@ import math
 import os
 import sys
 from pathlib import Path
-
-# [03] noted before the slow imports, during which the launcher may die
-PARENT_PID = os.getppid()
 
 import torch
 import torch.distributed as dist
@@ -28,18 +25,27 @@ from common import checkpoint
 from common import data
 from common import launch
 from common import meters
+from common import weights
 from common.args import ArgumentParser
+from common.args import check_batch_size
 from common.args import fail
+from common.args import one_line_errors
 from common.args import positive_float
 from common.args import positive_int
 from common.args import writable_dir
-from common.args import writable_file
-from common.checkpointer import Checkpointer
+from common.loader import derive_seed
 from common.loader import loader_options
 from common.loader import skip_first_batches
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
 from common.model import make_model
+
+# [05] bf16 where the hardware has it, fp16 on older GPUs
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# [09] a resumed run may have other values of these; all others decide what it learns
+MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
+MAY_DIFFER |= {"data_dir", "download", "workers", "device", "timeout", "evaluate"}
+MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
 
 
 # ---- 1. flags ------------------------------------------------------------------------
@@ -47,11 +53,7 @@ def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
     parser = ArgumentParser(__doc__)
     parser.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over all processes (CUDA)"
-    )
-    # [05] bf16 where the hardware has it, fp16 on older GPUs
-    parser.add_argument(
-        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
+        "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
         "--clip-grad", type=positive_float, help="clip the gradients to this norm"
@@ -76,22 +78,10 @@ def parse_args():
     parser.add_argument(
         "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
     )
-    # [07] for what does not add up over shards, a confusion matrix for instance
-    parser.add_argument(
-        "--save-logits",
-        type=writable_file,
-        help="write the logits of the validation set to this file, in the set's order",
-    )
     args = parser.parse_args()
-    # [03] otherwise DDP raises a ValueError that does not name the flag
-    if args.sync_bn and args.device.type == "cpu":
-        parser.error("--sync-bn: torch implements SyncBatchNorm for GPUs only")
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
     if args.amp != "off" and args.dtype != torch.float32:
         parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
-    # [07] otherwise the logits overwrite the weights
-    if args.save_logits and args.save_logits == args.evaluate:
-        parser.error("--save-logits: this is the file of --evaluate; name another")
     return args
 
 
@@ -103,12 +93,16 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    launch.check_environment(args)
+    with one_line_errors():
+        launch.check_environment()
+        # [03] not RANK, which counts the processes of all machines
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = launch.get_device(args.device, local_rank)
     # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent(PARENT_PID)
-    # [03] not RANK, which counts the processes of all machines
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = launch.get_device(args, local_rank)
+    launch.die_with_parent()
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -117,12 +111,11 @@ def setup(args):
     if device.type == "cuda":
         # [03] otherwise every process also takes memory on GPU 0
         torch.cuda.set_device(device)
-    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
-        dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
-            device_id=device if device.type == "cuda" else None,
-        )
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
@@ -142,16 +135,24 @@ def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    train_set, val_set = data.load_data(args)
+    with one_line_errors(f"--data {args.data}:"):
+        train_set, val_set = data.load(
+            args.data,
+            args.data_dir,
+            args.download,
+            args.image_size,
+            args.images,
+            args.seed,
+        )
     if is_main_process():
         dist.barrier()
+    check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    # [08] the loader's batches stay as they are: a step sees the same samples as before
-    micro_batch_size = local_batch_size // args.grad_accum_steps
-    if micro_batch_size == 0:
-        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} samples")
-    options = loader_options(args)
+    # [08] otherwise a sample of a smaller micro-batch weighs more
+    if local_batch_size % args.grad_accum_steps:
+        fail(f"--grad-accum-steps must divide the local batch ({local_batch_size})")
+    options = loader_options(args.device, args.workers)
     train_loader = DataLoader(
         train_set,
         batch_size=local_batch_size,
@@ -164,6 +165,7 @@ def make_loaders(args):
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
+    micro_batch_size = local_batch_size // args.grad_accum_steps
     val_loader = DataLoader(val_set, batch_size=micro_batch_size, **options)
     return train_loader, val_loader
 
@@ -172,99 +174,70 @@ def make_loaders(args):
 def autocast(args):
     """Return the context of a forward pass in the precision that --amp asks for."""
     # [05] convolutions and matrix products in low precision, losses in float32
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
+    dtype = AMP_DTYPES[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
 
 
 def accumulate_gradients(args, model, batch, scaler, meter):
-    """Run forward and backward on one micro-batch after the other; return the loss."""
-    mean_loss = 0.0
-    parts = [tensor.tensor_split(args.grad_accum_steps) for tensor in batch]
-    for micro_step, (images, target) in enumerate(zip(*parts, strict=True), start=1):
-        # [08] one micro-batch at a time is on the device
+    """Run forward and backward on one micro-batch after the other."""
+    # [08] one micro-batch at a time is on the device
+    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
+    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
         # uint8 until they are on the device: a quarter of the bytes of float32
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         last = micro_step == args.grad_accum_steps
         # [08] otherwise DDP averages the gradients after every micro-batch; the forward
         # pass is what has to be in this context
         sync = contextlib.nullcontext() if last else model.no_sync()
         with sync, autocast(args):
-            output = model(images)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
-        # [08] not 1 / N: micro-batches can differ in size by one sample
-        weight = len(target) / len(batch[1])
-        mean_loss += loss.detach() * weight
-        # [05] otherwise small gradients become zero in fp16
-        scaler.scale(loss * weight).backward()
-    return mean_loss
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
+        # [08] otherwise the gradients are a sum over micro-batches, not their mean
+        loss = loss / args.grad_accum_steps
+        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
 
 
-def skip_step(step, loss, scaler):
-    """Report a skipped step, or end the run if a smaller loss scale cannot help."""
-    # [05] the scaler halves its scale after each such step; without fp16 it is always 1
-    if not loss.isfinite() or scaler.get_scale() <= 1:
-        where = f"rank {dist.get_rank()}, step {step}"
-        raise FloatingPointError(f"{where}: gradient not finite, loss {loss}")
-    log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
-
-
-def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler, ckpt):
+def train_one_epoch(args, epoch, model, loader, state):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    done = ckpt.steps_done(epoch, len(loader))
-    if done:
-        # [09] deal out the sums of the old ranks, of which there may have been more
-        meter.sums += ckpt.sums[dist.get_rank() :: dist.get_world_size()].sum(0)
-    # Otherwise every epoch has the same crops and flips, and the same order.
-    loader.dataset.epoch = epoch
+    optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
+    done = state.step - (epoch - 1) * len(loader)
+    if done and is_main_process():
+        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
+    # otherwise every epoch has the same crops and flips
+    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
-    for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
+    for batch in batches:
+        state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
-        torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))
+        torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        # [08] one micro-batch after the other: their gradients add up
-        loss = accumulate_gradients(args, model, batch, scaler, meter)
-        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        # [05] waits for the device; the same on all ranks, as gradients are averaged
-        if norm.isfinite():
-            scaler.step(optimizer)
-            scheduler.step()
-        else:
-            skip_step(step, loss, scaler)
+        # [08] otherwise the activations of the whole local batch have to fit
+        accumulate_gradients(args, model, batch, scaler, meter)
+        if args.clip_grad:
+            scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)  # [05] skips the step if a gradient is inf or nan
         scaler.update()
-        if step % args.checkpoint_every == 0 or step % len(loader) == 0:
-            sums = [torch.empty_like(meter.sums) for _ in range(dist.get_world_size())]
-            # [09] otherwise a resumed epoch reports the metrics of its rest alone
-            dist.all_gather(sums, meter.sums)
-            ckpt.save(step, torch.stack(sums), write=is_main_process())
+        if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
+            scheduler.step()
+        # [09] otherwise a crash loses every step so far
+        if state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0:
+            save_checkpoint(args, state, meter.sums)
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
 
 
 # ---- 5. evaluation -------------------------------------------------------------------
-def gather_logits(args, shard, outputs):
-    """Return the logits of the whole validation set, in its order, on rank 0.
-
-    shard: this process's Subset; outputs: its logits, a list of [B, classes].
-    """
-    val_set = shard.dataset
-    shape = (len(val_set), val_set.classes)
-    logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
-    if outputs:
-        logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
-    # [07] every row is zero on all ranks except the one that has the sample
-    dist.reduce(logits, dst=0)
-    return logits
-
-
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
@@ -273,55 +246,98 @@ def evaluate(args, model, loader):
         dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
-    outputs = []
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for images, target in batches:
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         with autocast(args):  # [05] evaluate in the precision of the training
-            output = model(images)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
-        if args.save_logits:
-            outputs.append(output)
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
     # [07] sums and counts add up; averages of shards of different sizes do not
     dist.all_reduce(meter.sums)
-    if args.save_logits:
-        logits = gather_logits(args, loader.dataset, outputs)
-        if is_main_process():
-            checkpoint.save(logits.cpu(), args.save_logits)
     return meter.compute()
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def warm_up_ddp(args, model, loader):
-    """Run one backward pass, after which DDP rebuilds its gradient buckets."""
-    # [09] with three or more processes the buckets decide the last bits of averages
-    images = data.normalize(args, loader.dataset[0][0][None].to(args.device))
-    model.eval()(images).sum().backward()
-    model.zero_grad()
+class AppState:
+    """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
+
+    def __init__(self, model, optimizer, scheduler, scaler):
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.step = 0
+        # of the Meters of all ranks, in this epoch
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def state_dict(self):
+        # [09] without one of them, the momentum say, the next step differs
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "sums": self.sums,
+        }
+
+    def load_state_dict(self, state_dict):
+        self.model.load_state_dict(state_dict["model"])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+        self.step = state_dict["step"]
+        self.sums = state_dict["sums"]
 
 
-def load_latest(ckpt):
-    """Return the state in the latest checkpoint, on every rank, or None."""
-    latest = [ckpt.find_latest() if is_main_process() else None]
-    # [09] rank 0 decides which file it is, so that all resume from the same step
-    dist.broadcast_object_list(latest)
-    return ckpt.load(latest[0])
+def save_checkpoint(args, state, sums):
+    """Write a checkpoint: rank 0 does, since all have the same state."""
+    if args.checkpoint_dir is None:
+        return
+    state.sums = sums.clone()
+    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
+    norm = nn.utils.get_total_norm(state.model.parameters())
+    # [09] otherwise a run that diverged resumes from useless weights, again and again
+    if not (norm + state.sums.sum()).isfinite():
+        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
+    elif is_main_process():
+        folder, keep = args.checkpoint_dir, args.keep_checkpoints
+        checkpoint.save(folder, state.step, state.state_dict(), keep)
+
+
+def load_latest(args, state):
+    """Load the latest checkpoint on every rank, if there is one."""
+    if args.checkpoint_dir is None:
+        return
+    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
+    with one_line_errors("--checkpoint-dir:"):
+        launch.on_rank0(checkpoint.check_flags, args.checkpoint_dir, flags)
+        # [09] rank 0 looks, so that all resume from the same step
+        latest = launch.on_rank0(checkpoint.find_latest, args.checkpoint_dir)
+    if latest is not None:
+        # [09] a script with another model raises one of these two
+        with one_line_errors(f"--checkpoint-dir: {latest}:", KeyError, RuntimeError):
+            state.load_state_dict(checkpoint.load(latest))
+        log(f"resumed from step {state.step}")
 
 
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
-    model = make_model(args, train_loader.dataset)
+    train_set = train_loader.dataset
+    channels, image_size, _ = train_set[0][0].shape
+    with one_line_errors(f"--arch {args.arch}:"):
+        model = make_model(
+            args.arch, channels, train_set.num_classes, image_size, args.pretrained
+        )
     model.to(args.device, args.dtype, memory_format=args.memory_format)
-    # [03] otherwise all ranks draw the same numbers, for dropout for instance
-    torch.manual_seed(args.seed + dist.get_rank())
-    if args.sync_bn:  # [03] before the model is wrapped
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.evaluate:
-        checkpoint.load_weights(model, args.evaluate)
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
         return 0
     optimizer = torch.optim.SGD(
@@ -330,7 +346,6 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     # [03] averages the gradients during backward; `model` is what is saved
@@ -338,20 +353,20 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    warm_up_ddp(args, wrapped, train_loader)
-    # [09] everything that has a state: without the momentum, say, the next step differs
-    ckpt = Checkpointer(args, train_loader, model, optimizer, scheduler, scaler)
-    ckpt.restore(load_latest(ckpt))
-    if ckpt.step:
-        log(f"resumed from step {ckpt.step}")
-    for epoch in range(ckpt.first_epoch(len(train_loader)), args.epochs + 1):
-        train = train_one_epoch(
-            args, epoch, wrapped, train_loader, optimizer, scheduler, scaler, ckpt
-        )
+    state = AppState(model, optimizer, scheduler, scaler)
+    load_latest(args, state)
+    # [09] an epoch whose steps are all done may still have to be evaluated
+    first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
+    for epoch in range(first_epoch, args.epochs + 1):
+        train = train_one_epoch(args, epoch, wrapped, train_loader, state)
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
         if args.out_dir and is_main_process():
-            checkpoint.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
+            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
     return 0
 
 

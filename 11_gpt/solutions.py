@@ -16,12 +16,13 @@ def looks_ahead(model, tokens):
     for n in range(1, tokens.size(1)):
         changed = tokens.clone()
         changed[:, n:] = (changed[:, n:] + 1) % 256
-        if not torch.allclose(model(changed)[:, :, :n], logits[:, :, :n], atol=1e-9):
+        if not torch.allclose(model(changed)[:, :n], logits[:, :n], atol=1e-9):
             return True
     return False
 
 
 # ---- exercise 3 ----------------------------------------------------------------------
-def token_loss(logits, target, all_tokens, processes):
-    loss = nn.functional.cross_entropy(logits, target, reduction="sum")
+def token_loss(logits, targets, all_tokens, processes):
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    loss = nn.functional.cross_entropy(logits, targets, reduction="sum")
     return loss * processes / all_tokens

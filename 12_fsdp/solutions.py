@@ -9,6 +9,8 @@ from torch.distributed.fsdp import fully_shard
 # Weights, gradients and two running averages: 4 times 4 bytes a parameter, divided.
 gb_with_8 = 2
 gb_with_16 = 1
+# The policy converts the weights to 2 bytes before they are gathered.
+gb_gathered = 2
 
 
 # ---- exercise 2 ----------------------------------------------------------------------

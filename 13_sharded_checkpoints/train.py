@@ -7,11 +7,9 @@ import gc
 import math
 import os
 import sys
+from argparse import BooleanOptionalAction
 from functools import partial
 from pathlib import Path
-
-# [03] noted before the slow imports, during which the launcher may die
-PARENT_PID = os.getppid()
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -29,36 +29,43 @@ from torch.utils.data import Subset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import checkpoint
-from common import data
 from common import launch
 from common import meters
+from common import text
+from common import weights
 from common.args import TextArgumentParser
+from common.args import check_batch_size
 from common.args import fail
 from common.args import number
+from common.args import one_line_errors
 from common.args import positive_float
 from common.args import positive_int
 from common.args import writable_dir
-from common.args import writable_file
+from common.gpt import GPT
+from common.gpt import decay_groups
+from common.gpt import generate
+from common.loader import derive_seed
 from common.loader import ignore_launcher_sigterm
 from common.loader import loader_options
 from common.loader import skip_first_batches
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
-from common.model import GPT
-from common.model import decay_groups
-from common.model import generate
-from common.sharded_checkpointer import ShardedCheckpointer
-from common.sharded_state import ShardedModel
-from common.sharded_state import ShardedOptimizer
+
+# [05] bf16 where the hardware has it, fp16 on older GPUs
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# [09] a resumed run may have other values of these; all others decide what it learns
+MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
+MAY_DIFFER |= {"sample", "workers", "device", "timeout", "evaluate"}
+MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
+MAY_DIFFER |= {"reshard_after_forward"}  # [12] it decides when weights are gathered
 
 
 # ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
     parser = TextArgumentParser(__doc__)
-    # [05] bf16 where the hardware has it, fp16 on older GPUs
     parser.add_argument(
-        "--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision"
+        "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
         "--clip-grad", type=positive_float, help="clip the gradients to this norm"
@@ -80,42 +87,24 @@ def parse_args():
         default=100,
         help="steps between checkpoints; there is also one after every epoch",
     )
-    # [10] a crash costs time, and steps do not all take equally long
-    parser.add_argument(
-        "--checkpoint-minutes",
-        type=positive_float,
-        default=math.inf,
-        help="also save once the latest checkpoint is this many minutes old",
-    )
     parser.add_argument(
         "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
-    )
-    # [07] for what does not add up over shards, a confusion matrix for instance
-    parser.add_argument(
-        "--save-logits",
-        type=writable_file,
-        help="write the logits of the validation set to this file, in the set's order",
     )
     parser.add_argument(
         "--sample", type=number(int, ge=0), default=200, help="bytes to draw at the end"
     )
-    parser.add_argument("--keep-unsharded", action="store_true", help="fewer gathers")
-    # [13] for activations that do not fit, which FSDP does not shard
     parser.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="keep only the inputs of blocks, and recompute the rest in backward",
+        "--reshard-after-forward",
+        action=BooleanOptionalAction,
+        default=True,  # [12] otherwise all the weights are whole between two passes
+        help="gather the weights again in the backward pass",
     )
-    parser.add_argument("--async-save", action="store_true", help="save in a thread")
-    # [11] AdamW's steps have about the size of the learning rate, whatever the gradient
+    # [11] with AdamW a step is at most about the learning rate, whatever the gradient
     parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
     args = parser.parse_args()
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
     if args.amp != "off" and args.dtype != torch.float32:
         parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
-    # [07] otherwise the logits overwrite the weights
-    if args.save_logits and args.save_logits == args.evaluate:
-        parser.error("--save-logits: this is the file of --evaluate; name another")
     return args
 
 
@@ -127,12 +116,16 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    launch.check_environment(args)
+    with one_line_errors():
+        launch.check_environment()
+        # [03] not RANK, which counts the processes of all machines
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = launch.get_device(args.device, local_rank)
     # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent(PARENT_PID)
-    # [03] not RANK, which counts the processes of all machines
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = launch.get_device(args, local_rank)
+    launch.die_with_parent()
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
     # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
     torch.backends.cudnn.allow_tf32 = args.tf32
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -141,12 +134,11 @@ def setup(args):
     if device.type == "cuda":
         # [03] otherwise every process also takes memory on GPU 0
         torch.cuda.set_device(device)
-    with launch.hint("check MASTER_ADDR and MASTER_PORT"):
-        dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=args.timeout,  # [03] how long a collective waits for a missing rank
-            device_id=device if device.type == "cuda" else None,
-        )
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
@@ -166,16 +158,18 @@ def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
     if not is_main_process():
         dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    train_set, val_set = data.load_text(args)  # [11] windows of one long text
+    # [11] windows of one long text
+    with one_line_errors("--text-file:"):
+        train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
     if is_main_process():
         dist.barrier()
+    check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
-    # [08] the loader's batches stay as they are: a step sees the same samples as before
-    micro_batch_size = local_batch_size // args.grad_accum_steps
-    if micro_batch_size == 0:
-        fail(f"--grad-accum-steps: a local batch has only {local_batch_size} samples")
-    options = loader_options(args)
+    # [08] otherwise a sample of a smaller micro-batch weighs more
+    if local_batch_size % args.grad_accum_steps:
+        fail(f"--grad-accum-steps must divide the local batch ({local_batch_size})")
+    options = loader_options(args.device, args.workers)
     # [10] otherwise a SIGTERM to the whole job kills the workers before the last step
     options["worker_init_fn"] = ignore_launcher_sigterm
     train_loader = DataLoader(
@@ -190,6 +184,7 @@ def make_loaders(args):
     shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
+    micro_batch_size = local_batch_size // args.grad_accum_steps
     # [12] as many batches on every rank: otherwise some wait to gather weights with all
     largest = math.ceil(len(val_set.dataset) / dist.get_world_size())
     starts = range(0, largest, micro_batch_size)
@@ -202,216 +197,219 @@ def make_loaders(args):
 def autocast(args):
     """Return the context of a forward pass in the precision that --amp asks for."""
     # [05] convolutions and matrix products in low precision, losses in float32
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=args.amp != "off")
+    dtype = AMP_DTYPES[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
 
 
 def accumulate_gradients(args, model, batch, scaler, meter):
-    """Run forward and backward on one micro-batch after the other; return the loss."""
-    mean_loss = 0.0
-    parts = [tensor.tensor_split(args.grad_accum_steps) for tensor in batch]
-    for micro_step, (tokens, target) in enumerate(zip(*parts, strict=True), start=1):
-        # [08] one micro-batch at a time is on the device
+    """Run forward and backward on one micro-batch after the other."""
+    # [08] one micro-batch at a time is on the device
+    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
+    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
         # [11] token numbers as they are: an embedding takes the place of normalize
-        tokens = tokens.to(args.device, non_blocking=True)
-        target = target.to(args.device, non_blocking=True)
+        inputs = inputs.to(args.device, non_blocking=True)
+        targets = targets.to(args.device, non_blocking=True)
         last = micro_step == args.grad_accum_steps
         # [12] otherwise FSDP averages the gradients after every micro-batch
         model.set_requires_gradient_sync(last)
         with autocast(args):
-            output = model(tokens)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
-        # [08] not 1 / N: micro-batches can differ in size by one sample
-        weight = len(target) / len(batch[1])
-        mean_loss += loss.detach() * weight
-        # [05] otherwise small gradients become zero in fp16
-        scaler.scale(loss * weight).backward()
-    return mean_loss
+            outputs = model(inputs)
+            # [11] one prediction per token: [B, T, 256] as [B * T, 256]
+            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        meter.update(loss, outputs, targets)
+        # [08] otherwise the gradients are a sum over micro-batches, not their mean
+        loss = loss / args.grad_accum_steps
+        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
 
 
-def skip_step(step, loss, scaler):
-    """Report a skipped step, or end the run if a smaller loss scale cannot help."""
-    # [05] the scaler halves its scale after each such step; without fp16 it is always 1
-    if not loss.isfinite() or scaler.get_scale() <= 1:
-        where = f"rank {dist.get_rank()}, step {step}"
-        raise FloatingPointError(f"{where}: gradient not finite, loss {loss}")
-    log(f"step {step}: skipped, gradient not finite, loss scale {scaler.get_scale():g}")
+def should_stop(received_signals, group):
+    """Return whether any rank has received a signal: the same on every rank."""
+    count = torch.tensor(len(received_signals))
+    dist.all_reduce(count, group=group)  # [10] otherwise ranks stop at different steps
+    return count.tolist() > 0
 
 
-def cast_vote(args, ckpt, received_signals, group):
-    """Start an all-reduce: is there a signal to stop at, and is a save due?"""
-    minutes = ckpt.minutes_since_save()
-    due = is_main_process() and minutes >= args.checkpoint_minutes
-    vote = torch.tensor([max(received_signals, default=0), due])
-    # [10] read one step later: 0.4 ms per step on two CPU cores, instead of 1.1 when
-    # waited for at once (benchmarks/vote_cost.py)
-    work = dist.all_reduce(vote, dist.ReduceOp.MAX, group=group, async_op=True)
-    return work.get_future()
+def train_one_epoch(args, epoch, model, loader, state, stop):
+    """Take one optimizer step per global batch; return the epoch's metrics.
 
-
-def save_checkpoint(args, ckpt, step, sums):
-    """Write a checkpoint: each process writes its own shards."""
-    ckpt.wait()  # [13] the collectives of two saves must not interleave
-    if args.checkpoint_dir is None:
-        return
-    with ckpt.saving(step, sums) as writer:
-        options = {"storage_writer": writer, "process_group": ckpt.group}
-        if args.async_save:
-            # [13] copies the state, which a thread then writes while training continues
-            ckpt.pending = dcp.async_save(ckpt.state, **options)
-        else:
-            dcp.save(ckpt.state, **options)  # [13] returns when all have written
-
-
-def train_one_epoch(
-    args, epoch, model, loader, optimizer, scheduler, scaler, ckpt, vote
-):
-    """Train for an epoch; return its metrics and 0, or None and a signal's number."""
-    decision = vote()
+    Return None if `stop()` was true after a step.
+    """
     model.train()
     meter = meters.Meter(args.device)
-    done = ckpt.steps_done(epoch, len(loader))
-    if done:
-        # [09] deal out the sums of the old ranks, of which there may have been more
-        meter.sums += ckpt.sums[dist.get_rank() :: dist.get_world_size()].sum(0)
-    # Otherwise every epoch has the same crops and flips, and the same order.
-    loader.dataset.epoch = epoch
+    optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
+    done = state.step - (epoch - 1) * len(loader)
+    if done and is_main_process():
+        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
+    # [11] otherwise every epoch cuts the text at the same places
+    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
-    for step, batch in enumerate(batches, (epoch - 1) * len(loader) + done + 1):
+    for batch in batches:
+        state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
-        torch.manual_seed(data.derive_seed(args.seed, step, dist.get_rank()))
+        torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        # [08] one micro-batch after the other: their gradients add up
-        loss = accumulate_gradients(args, model, batch, scaler, meter)
-        scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        norm = norm.full_tensor()  # [12] a DTensor, as the gradients are
-        # [05] waits for the device; the same on all ranks, as gradients are averaged
-        if norm.isfinite():
-            scaler.step(optimizer)
-            scheduler.step()
-        else:
-            skip_step(step, loss, scaler)
+        # [08] otherwise the activations of the whole local batch have to fit
+        accumulate_gradients(args, model, batch, scaler, meter)
+        if args.clip_grad:
+            scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)  # [05] skips the step if a gradient is inf or nan
         scaler.update()
-        # [10] the same on every rank: otherwise they stop after different steps
-        signum, due = decision.wait()[0].tolist()
-        due = due or step % args.checkpoint_every == 0 or step % len(loader) == 0
-        if due or signum:
-            sums = [torch.empty_like(meter.sums) for _ in range(dist.get_world_size())]
-            # [09] otherwise a resumed epoch reports the metrics of its rest alone
-            dist.all_gather(sums, meter.sums)
-            save_checkpoint(args, ckpt, step, torch.stack(sums))
-        if signum:
-            ckpt.wait()  # [13] otherwise the group ends while a thread still uses it
+        if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
+            scheduler.step()
+        stopping = stop()
+        # [09] otherwise a crash loses every step so far
+        due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
+        if due or stopping:
+            save_checkpoint(args, state, meter.sums)
+        if stopping:
             # [10] otherwise the launcher kills rank 0 while it is still writing
             dist.barrier()
-            return None, signum
-        decision = vote()
-    ckpt.wait()  # [13] a signal ends the evaluation at once, and a save with it
-    # [10] a signal during the last step, whose checkpoint has been written
-    signum, _ = decision.wait()[0].tolist()
-    if signum:
-        return None, signum
+            return None
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
-    return meter.compute(), 0
+    return meter.compute()
 
 
 # ---- 5. evaluation -------------------------------------------------------------------
-def gather_logits(args, shard, outputs):
-    """Return the logits of the whole validation set, in its order, on rank 0.
-
-    shard: this process's Subset; outputs: its logits, a list of [B, classes, T].
-    """
-    val_set = shard.dataset
-    shape = (len(val_set), val_set.classes, *val_set[0][1].shape)  # [11] per token
-    logits = torch.zeros(shape, dtype=args.dtype, device=args.device)
-    if outputs:
-        logits[list(shard.indices)] = torch.cat(outputs).to(args.dtype)
-    # [07] every row is zero on all ranks except the one that has the sample
-    dist.reduce(logits, dst=0)
-    return logits
-
-
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
     model.eval()
     meter = meters.Meter(args.device)
-    outputs = []
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for tokens, target in batches:
-        tokens = tokens.to(args.device, non_blocking=True)  # [11] as in training
-        target = target.to(args.device, non_blocking=True)
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        targets = targets.to(args.device, non_blocking=True)
         with autocast(args):  # [05] evaluate in the precision of the training
-            output = model(tokens)
-            loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
-        if args.save_logits:
-            outputs.append(output)
+            outputs = model(inputs)
+            # [11] one prediction per token, as in training
+            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        meter.update(loss, outputs, targets)
     # [07] sums and counts add up; averages of shards of different sizes do not
     dist.all_reduce(meter.sums)
-    if args.save_logits:
-        logits = gather_logits(args, loader.dataset, outputs)
-        if is_main_process():
-            checkpoint.save(logits.cpu(), args.save_logits)
     return meter.compute()
 
 
 # ---- 6. the run ----------------------------------------------------------------------
 def shard_model(args, model):
     """Leave this process a shard of each weight; FSDP gathers the others if needed."""
-    weights = model.state_dict()
     mesh = dist.init_device_mesh(args.device.type, (dist.get_world_size(),))
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
-    # [12] with --amp, gather weights in 16 bits, and average gradients in 32
+    dtype = AMP_DTYPES[args.amp]
+    # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
+    # still chooses the type of each operation, float32 for the norms and the loss
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
     options = {"mesh": mesh, "mp_policy": policy}
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
-        if args.activation_checkpointing:
-            forward = torch.utils.checkpoint.checkpoint
-            # [13] keep only the block's input; backward runs the forward pass again
-            block.forward = partial(forward, block.forward, use_reentrant=False)
-        fully_shard(block, **options, reshard_after_forward=not args.keep_unsharded)
+        fully_shard(block, **options, reshard_after_forward=args.reshard_after_forward)
     fully_shard(model, **options)  # [12] the weights that are in no block
-    model.to_empty(device=args.device)  # [13] memory, not yet filled
-    # [13] rank 0 broadcasts the weights, and each process keeps its shards
-    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=whole)
 
 
-def load_latest(ckpt):
-    """Return the state in the latest checkpoint, on every rank, or None."""
-    latest = [ckpt.find_latest() if is_main_process() else None]
-    # [09] rank 0 decides which file it is, so that all resume from the same step
-    dist.broadcast_object_list(latest)
+class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
+    """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
+
+    def __init__(self, model, optimizer, scheduler, scaler):
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.step = 0
+        # of the Meters of all ranks, in this epoch
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def state_dict(self):
+        # [13] of each weight, and of its momenta, the shard of this process
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        # [09] without one of them, the momentum say, the next step differs
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "sums": self.sums,
+        }
+
+    def load_state_dict(self, state_dict):
+        # [13] again the shards of this process, whichever processes wrote them
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+        self.step = state_dict["step"]
+        self.sums = state_dict["sums"]
+
+
+def save_checkpoint(args, state, sums):
+    """Write a checkpoint: each process writes its shards."""
+    if args.checkpoint_dir is None:
+        return
+    state.sums = sums.clone()
+    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
+    # [12] a DTensor, as the weights are
+    norm = nn.utils.get_total_norm(state.model.parameters()).full_tensor()
+    # [09] otherwise a run that diverged resumes from useless weights, again and again
+    if not (norm + state.sums.sum()).isfinite():
+        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
+        return
+    path = args.checkpoint_dir / checkpoint.name(state.step)
+    # [13] until all have written: otherwise an unfinished one looks like a checkpoint
+    unfinished = path.with_name(f".{path.name}.tmp")
     try:
-        if latest[0]:
-            # [13] its shards, whatever the number of processes that saved
-            dcp.load(ckpt.state, storage_reader=ckpt.reader(latest[0]))
-    except dcp.CheckpointException as error:  # [13] on all ranks, if one fails
-        ckpt.set_aside(latest[0], error)
-        return load_latest(ckpt)
-    return ckpt.load(latest[0])
+        dcp.save({"app": state}, checkpoint_id=unfinished)
+    except dcp.CheckpointException as error:
+        # [13] on all ranks, if one of them cannot write
+        log(f"step {state.step}: checkpoint not written ({checkpoint.reason(error)})")
+        if is_main_process():
+            checkpoint.remove(unfinished)  # [13] otherwise the disk stays full
+    else:
+        if is_main_process():
+            checkpoint.publish(unfinished, path, args.keep_checkpoints)
+
+
+def load_latest(args, state):
+    """Load the latest checkpoint that can be read, if there is one."""
+    if args.checkpoint_dir is None:
+        return
+    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
+    with one_line_errors("--checkpoint-dir:"):
+        launch.on_rank0(
+            checkpoint.check_flags, args.checkpoint_dir, flags, sharded=True
+        )
+        # [09] rank 0 looks, so that all resume from the same step
+        found = launch.on_rank0(checkpoint.paths, args.checkpoint_dir, sharded=True)
+    for path in found:
+        try:
+            dcp.load({"app": state}, checkpoint_id=path)
+        except dcp.CheckpointException as error:
+            # [13] on all ranks, if one of them cannot read
+            log(f"{path.name} not read ({checkpoint.reason(error)})")
+        else:
+            log(f"resumed from step {state.step}")
+            return
+    if found:
+        # [13] a load that failed has changed a part of the weights
+        fail(f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read")
 
 
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
-    # [13] on the other ranks, names and shapes without memory
-    with torch.device("cpu" if is_main_process() else "meta"):
-        # [11] the tokens are bytes, so there are 256
-        model = GPT(256, args.context_length, args.width, args.depth, args.heads)
+    # [11] the tokens are bytes, so there are 256
+    model = GPT(256, args.context_length, args.width, args.depth, args.heads)
     model.to(args.dtype)  # [12] in CPU memory; fully_shard moves a block at a time
-    # [03] otherwise all ranks draw the same numbers, for dropout for instance
-    torch.manual_seed(args.seed + dist.get_rank())
     if args.evaluate:
-        checkpoint.load_weights(model, args.evaluate)
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
     shard_model(args, model)  # [12] before the optimizer, which must update the shards
     if args.evaluate:
         log(f"val {format_metrics(evaluate(args, model, val_loader))}")
@@ -421,44 +419,39 @@ def run(args):
         decay_groups(model, args.weight_decay),
         args.lr,
         betas=(0.9, 0.95),  # [11] the usual ones for language models
-        fused=True,  # one kernel for the whole update, not one per operation
     )
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    # [13] otherwise the collectives of async_save and of training interleave
-    saves = dist.new_group(backend="gloo", timeout=10 * args.timeout)  # for slow disks
-    # [09] everything that has a state: without the momentum, say, the next step differs
-    shards = (ShardedModel(model), ShardedOptimizer(model, optimizer))
-    ckpt = ShardedCheckpointer(args, train_loader, *shards, scheduler, scaler, saves)
-    ckpt.restore(load_latest(ckpt))
-    if ckpt.step:
-        log(f"resumed from step {ckpt.step}")
+    state = AppState(model, optimizer, scheduler, scaler)
+    load_latest(args, state)
+    # [09] an epoch whose steps are all done may still have to be evaluated
+    first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
     received_signals = launch.catch_signals()
-    # [10] a group on the CPU: otherwise reading a decision waits for the GPU
+    # [10] a group on the CPU: otherwise the answer waits for the GPU
     group = dist.new_group(backend="gloo", timeout=args.timeout)
-    vote = partial(cast_vote, args, ckpt, received_signals, group)
-    for epoch in range(ckpt.first_epoch(len(train_loader)), args.epochs + 1):
+    stop = partial(should_stop, received_signals, group)
+    for epoch in range(first_epoch, args.epochs + 1):
         # [12] there is no wrapper: fully_shard has changed the model itself
-        train, signum = train_one_epoch(
-            args, epoch, model, train_loader, optimizer, scheduler, scaler, ckpt, vote
-        )
-        if signum:
-            return 128 + signum  # [10] not 0: otherwise nobody starts the run again
-        # [10] a signal ends the process at once: nothing is lost, and nobody votes now
-        with launch.default_signals(received_signals):
-            val = evaluate(args, model, val_loader)
+        train = train_one_epoch(args, epoch, model, train_loader, state, stop)
+        if train is None:
+            return 143  # [10] not 0: otherwise nobody starts the run again
+        val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         # [11] the loss in nats, as the bits per byte of a compressor with this model
-        bits = val["loss"] / math.log(2)
-        log(f"val {bits:.3f} bits per byte, perplexity {torch.tensor(bits).exp2():.2f}")
+        bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
+        log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
-            weights = get_model_state_dict(model, options=whole)
+            state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
-                checkpoint.save_epoch(args.out_dir, epoch, train, val, weights)
+                weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     if args.sample:  # [11] by all ranks, which draw the same bytes
         log(generate(model, b"\n", args.sample).decode(errors="replace"))
     return 0

@@ -1,6 +1,7 @@
 """The flags that every stage has, checked as they are parsed."""
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -8,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torchvision
 
 DATA_SETS = ("digits", "fashionmnist", "cifar10", "cifar100", "imagefolder", "fake")
 
@@ -17,6 +17,45 @@ def fail(message):
     """End the program as a wrong flag does: one line on standard error, exit code 2."""
     sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
     sys.exit(2)
+
+
+@contextlib.contextmanager
+def one_line_errors(prefix="", *others):
+    """Turn an OSError or ValueError of this block into one line and exit code 2.
+
+    For what raises only because of what the user asked for: a missing file, say.
+    others: more types of errors.
+    """
+    try:
+        yield
+    except (OSError, ValueError, *others) as error:
+        fail(" ".join(f"{prefix} {error}".split()))
+
+
+def check_batch_size(batch_size, processes, samples):
+    """End the program unless so many processes can take batches of so many samples."""
+    if batch_size % processes:
+        fits = max(1, round(batch_size / processes)) * processes
+        fail(
+            f"--batch-size {batch_size} is the global batch: it must be divisible by"
+            f" the number of processes ({processes}); try {fits}"
+        )
+    if batch_size > samples:
+        fail(f"--batch-size {batch_size}: the training set has only {samples} samples")
+
+
+def default_workers(processes):
+    """Return how many workers keep a GPU busy that trains on image files: 1 to 8.
+
+    Files are decoded by all the cores that this process can have, except one.
+    processes: how many this script starts; a launcher says it in LOCAL_WORLD_SIZE.
+    """
+    if hasattr(os, "sched_getaffinity"):  # on Linux: what Slurm leaves to this process
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return max(1, min(8, cores // processes - 1))
 
 
 def number(kind, ge=-math.inf, gt=-math.inf, le=math.inf):
@@ -99,14 +138,10 @@ def seconds(text):
     return timedelta(seconds=number(float, ge=1, le=10**6)(text))
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a flag's default value after its help text."""
-
-    def _get_help_string(self, action):
-        hidden = action.default is None or action.default is False
-        if hidden or action.default == argparse.SUPPRESS:
-            return action.help
-        return f"{action.help} (default: %(default)s)"
+class HelpFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """Shows a flag's default value, and the description as it is."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -134,8 +169,8 @@ class ArgumentParser(argparse.ArgumentParser):
         add(
             "--batch-size",
             type=positive_int,
-            default=60,
-            help="global batch size, that is, of all processes together",
+            default=48,
+            help="global batch size: samples of all processes together",
         )
         add(
             "--lr",
@@ -147,20 +182,18 @@ class ArgumentParser(argparse.ArgumentParser):
             "--weight-decay",
             type=number(float, ge=0),
             default=5e-4,
-            help="how strongly each step pulls the weights toward zero",
+            help="pull of each step toward zero",
         )
         add(
             "--workers",
             type=number(int, ge=0),
-            help="worker processes of each DataLoader; 0 loads in the main process"
-            " (default: 0; for imagefolder on a GPU 1 to 8, by cores and processes)",
+            help="processes of each DataLoader; None: 0, or by cores for image files",
         )
         add(
             "--seed",
             type=number(int, ge=0, le=2**31),
             default=0,
-            help="seed of the initial weights, and of the order and the augmentation of"
-            " the training set",
+            help="of the initial weights, the order and the augmentation",
         )
         add(
             "--device",
@@ -173,18 +206,18 @@ class ArgumentParser(argparse.ArgumentParser):
             type=dtype,
             default="float32",
             metavar="{float32,float64}",
-            help="type of the weights and of what is computed with them",
+            help="type of the weights",
         )
         add(
             "--tf32",
             action="store_true",
-            help="let a GPU round the factors of float32 products to 10 bits: faster",
+            help="faster float32 products on a GPU, rounded to 10 bits",
         )
         add(
             "--deterministic",
             action=argparse.BooleanOptionalAction,
             default=True,
-            help="use only algorithms of cuDNN that give the same bits every time",
+            help="only algorithms of cuDNN that give the same bits every time",
         )
         add(
             "--timeout",
@@ -212,8 +245,7 @@ class ArgumentParser(argparse.ArgumentParser):
             "--data",
             choices=DATA_SETS,
             default="digits",
-            help="data set; 'digits' needs no download, 'fake' is random images, and"
-            " 'imagefolder' has ImageNet's layout",
+            help="data set; 'imagefolder' has ImageNet's layout, 'fake' is random",
         )
         add(
             "--data-dir",
@@ -224,13 +256,13 @@ class ArgumentParser(argparse.ArgumentParser):
         add(
             "--download",
             action="store_true",
-            help="download the data set into --data-dir if it is missing",
+            help="download the data set into --data-dir",
         )
         add(
             "--image-size",
             type=number(int, ge=8),
             default=224,
-            help="height and width of the images of imagefolder and fake",
+            help="height and width of images of imagefolder and fake",
         )
         add(
             "--images",
@@ -241,12 +273,12 @@ class ArgumentParser(argparse.ArgumentParser):
         add(
             "--arch",
             default="small",
-            help="'small', or the name of a torchvision classifier, such as resnet18",
+            help="'small', or a torchvision classifier, such as resnet18",
         )
         add(
             "--pretrained",
             action="store_true",
-            help="start from torchvision's pretrained weights, which are downloaded",
+            help="start from torchvision's weights, which are downloaded",
         )
         add(
             "--memory-format",
@@ -272,7 +304,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def check_data_arguments(self, args):
         """Check what `add_data_arguments` added, once all flags are parsed."""
-        archs = torchvision.models.list_models(module=torchvision.models)
+        from torchvision import models  # a language model needs no torchvision
+
+        archs = models.list_models(module=models)
         if args.arch not in ("small", *archs):
             self.error(
                 f"--arch {args.arch}: neither 'small' nor a torchvision classifier"
@@ -288,6 +322,10 @@ class ArgumentParser(argparse.ArgumentParser):
                 f"--data-dir {args.data_dir}: no such directory; name the one that"
                 f" holds {args.data}, or add --download"
             )
+        if args.workers is None:
+            in_files = args.data == "imagefolder" and args.device.type == "cuda"
+            processes = getattr(args, "nproc", 1)  # where a launcher starts them
+            args.workers = default_workers(processes) if in_files else 0
 
 
 class TextArgumentParser(ArgumentParser):
@@ -299,20 +337,19 @@ class TextArgumentParser(ArgumentParser):
             "--text-file",
             type=existing_file,
             metavar="FILE",
-            help="train on the bytes of this file, and validate on its last tenth"
-            " (default: common/text.txt)",
+            help="train on its bytes, except the last tenth; None: common/text.txt",
         )
         add(
             "--context-length",
             type=positive_int,
             default=32,
-            help="bytes in a window of the text, as far as the model can look back",
+            help="bytes in a window of the text",
         )
         add(
             "--width",
             type=positive_int,
             default=64,
-            help="size of the vector that the model keeps for each byte",
+            help="size of the vector of each byte",
         )
         add(
             "--depth",
@@ -324,10 +361,11 @@ class TextArgumentParser(ArgumentParser):
             "--heads",
             type=positive_int,
             default=4,
-            help="attention heads in each block; they share --width equally",
+            help="attention heads of each block",
         )
 
     def check_data_arguments(self, args):
+        args.workers = args.workers or 0
         if args.width % args.heads:
             self.error(
                 f"--width {args.width} must be divisible by --heads ({args.heads})"

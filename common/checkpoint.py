@@ -1,125 +1,166 @@
-"""Weights and metrics, in files that are written atomically and loaded safely."""
+"""Checkpoints in a folder, named after their steps: which is the latest, which go.
+
+What a checkpoint holds, and which processes write it, is up to the script. Either each
+is one file, step-000000100.pt, or each is a folder that torch.distributed.checkpoint
+wrote, step-000000100. While it is being written, its name begins with a dot.
+"""
 
 import json
-import os
-import pickle
+import shutil
+import sys
 import zipfile
 from pathlib import Path
 
-import torch
+from common import weights
 
-from common.args import fail
+FLAGS = "flags.json"
 
 
-def write_atomically(path, write):
-    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+def name(step):
+    """Return the name of the checkpoint of a step, without a file's suffix."""
+    return f"step-{step:09}"
 
-    If the process dies or the disk fills up, the old file survives. The data is on the
-    disk (fsync) before the name changes, and so is the new name when this returns.
-    Temporary files that a killed process left for `path` are removed.
+
+def paths(folder, sharded=False):
+    """Return the complete checkpoints in a folder, the latest first.
+
+    sharded: whether to look for folders instead of files. torch writes .metadata last,
+    so a folder that has it is complete. Raises ValueError if there are only checkpoints
+    of the other kind, since a run would start from scratch beside them.
     """
-    path = Path(path)
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        leftover.unlink()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path):
-    """Have the names in a directory on the disk (fsync) when this returns."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def save(state, path):
-    """Write tensors, numbers, strings, and lists and dicts of them, atomically."""
-    write_atomically(path, lambda file: torch.save(state, file))
-
-
-def load(path, map_location="cpu"):
-    """Return what `save` wrote, its tensors on the CPU, or "meta": without their data.
-
-    Runs no code from the file (weights_only=True). Raises ValueError if the file is
-    missing, truncated, or not one that torch.save wrote.
-    """
-    try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as error:
+    files = list(Path(folder).glob("step-[0-9]*.pt"))
+    folders = [each.parent for each in Path(folder).glob("step-[0-9]*/.metadata")]
+    found, others = (folders, files) if sharded else (files, folders)
+    if others and not found:
+        kinds = ("one file each", "folders")
         raise ValueError(
-            f"{path} is missing, truncated or not a file of weights"
-        ) from error
-
-
-def load_weights(model, path):
-    """Load the weights in `path` into `model`.
-
-    A file that cannot be read, or that holds another model's weights, ends the program
-    with one line. A model on the meta device gets no weights; they are only checked.
-    """
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    try:
-        weights = load(path, "meta" if meta else "cpu")
-        model.load_state_dict(weights)
-    except ValueError as error:
-        fail(f"--evaluate: {error}")
-    except (RuntimeError, TypeError, AttributeError):
-        if isinstance(weights, dict) and str(next(iter(weights), "")).startswith(
-            "module."
-        ):
-            fail(
-                f"--evaluate: {path} was saved from a wrapped model: its names begin"
-                " with 'module.'"
-            )
-        fail(
-            f"--evaluate: {path} holds another model's weights; use the flags with"
-            " which they were trained"
+            f"the checkpoints in {folder} are {kinds[not sharded]}, and this script's"
+            f" are {kinds[sharded]}; name another directory"
         )
+    return sorted(found, reverse=True)
 
 
-def read_metrics(folder):
-    """Return the rows of metrics.jsonl, one dict per epoch; [] if it is missing."""
-    path = Path(folder) / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        if path.exists()
-        else []
-    )
+def check_flags(folder, flags, sharded=False):
+    """Raise ValueError if a folder's checkpoints were written with different flags.
 
-
-def save_epoch(folder, epoch, train, val, weights):
-    """Write metrics.jsonl, last.pt, and best.pt if this epoch's acc@1 is the best.
-
-    epoch: counted from 1; train, val: what Meter.compute returned; weights: a
-    state_dict. Rows of this epoch and of later ones, left by an earlier run, are
-    dropped.
+    flags: {name: value}; of two runs, those are compared that both have. If the folder
+    has no checkpoint yet, the flags are noted there, for the next run.
     """
     folder = Path(folder)
-    try:
+    file = folder / FLAGS
+    flags = {key: str(value) for key, value in flags.items()}
+    if not paths(folder, sharded):
         folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(flags, indent=1)
+        weights.write_atomically(file, lambda opened: opened.write(text.encode()))
+    elif file.exists():
+        noted = json.loads(file.read_text())
+        for key in sorted(noted.keys() & flags.keys()):
+            if noted[key] != flags[key]:
+                flag = f"--{key.replace('_', '-')}"
+                raise ValueError(
+                    f"the checkpoints in {folder} were written with {flag}"
+                    f" {noted[key]}, not {flags[key]}; use the same flags, or another"
+                    " directory"
+                )
+
+
+# ---- one file each -------------------------------------------------------------------
+def save(folder, step, state, keep):
+    """Write `state` as the checkpoint of a step, and remove all but the `keep` latest.
+
+    state: tensors, numbers, strings, lists and dicts of them. If the disk is full, say,
+    the earlier checkpoints stay, and a line on standard error says why.
+    """
+    path = Path(folder, f"{name(step)}.pt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        weights.save(state, path)
+        remove_others(path, keep)
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises the second
+        reason = str(error).partition("\n")[0]
+        sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
+
+
+def check(path):
+    """Raise ValueError if a checkpoint is truncated, or damaged in any bit."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load does not look at the checksums
+        weights.load(path)
+    except Exception as error:  # a flipped bit can raise anything, even KeyError
+        raise ValueError(" ".join(str(error).split())) from error
+    if damaged:
+        raise ValueError(f"the checksum of {damaged} does not match")
+
+
+def find_latest(folder, by_name=False):
+    """Return the path of the latest checkpoint that is not corrupt, or None.
+
+    by_name: whether the optimizer's state must name the weights, as a sharded model's
+    does; a plain optimizer numbers them. A line on standard error names each checkpoint
+    that is skipped. Raises ValueError if the weights are numbered, and if all are
+    corrupt, since a run that starts from scratch would remove them.
+    """
+    found = paths(folder)
+    for path in found:
+        try:
+            check(path)
+        except ValueError as error:
+            sys.stderr.write(f"skipping corrupt checkpoint {path} ({error})\n")
+            continue
+        if by_name and 0 in weights.load(path, "meta")["optimizer"]["state"]:
+            raise ValueError(
+                f"{path} is of a model that is not sharded; name another directory"
+            )
+        return path
+    if found:
+        raise ValueError(f"no checkpoint in {folder} can be read")
+    return None
+
+
+def load(path):
+    """Return what `save` wrote, its tensors on the CPU; ValueError if it cannot."""
+    if not Path(path).exists():
+        raise ValueError(f"{path} must be on a disk that every node sees")
+    return weights.load(path)
+
+
+# ---- folders -------------------------------------------------------------------------
+def publish(unfinished, path, keep):
+    """Give a folder that is complete its name, and remove all but the `keep` latest."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)  # one that could not be read
+        unfinished.rename(path)
+        remove_others(path, keep)
     except OSError as error:
-        fail(f"--out-dir {folder}: {error.strerror}")
-    earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
-    rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
-    weights = {name: tensor.cpu() for name, tensor in weights.items()}
-    save(weights, folder / "last.pt")
-    if all(row["val"]["acc1"] < val["acc1"] for row in earlier):
-        save(weights, folder / "best.pt")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+        sys.stderr.write(f"{path}: {error}\n")
+
+
+def reason(error):
+    """Return in one line why dcp.save or dcp.load failed, from a CheckpointException.
+
+    torch makes the same exception of an interrupt, which is raised again.
+    """
+    for cause, _ in error.failures.values():
+        if not isinstance(cause, Exception):
+            raise error
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {' '.join(str(cause).split()) or type(cause).__name__}"
+
+
+# ---- both ----------------------------------------------------------------------------
+def remove(path):
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_others(latest, keep):
+    """Remove the checkpoints before `latest` except keep - 1, and unfinished ones."""
+    folder = latest.parent
+    older = [each for each in paths(folder, latest.is_dir()) if each < latest]
+    for path in (*older[keep - 1 :], *folder.glob(".step-*.tmp")):
+        remove(path)

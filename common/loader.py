@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate
 
@@ -14,38 +15,21 @@ def collate(batch):
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
-def num_workers(args):
-    """Return --workers, or as many as the data set needs to keep a GPU busy.
-
-    One core gathers images or text in memory faster than a GPU trains on them. Files
-    are decoded by all cores that this process can have, up to 8, except one.
-    """
-    if args.workers is not None:
-        return args.workers
-    # A text has no --data.
-    in_files = getattr(args, "data", "") == "imagefolder"
-    if not in_files or args.device.type == "cpu":
-        return 0
-    if hasattr(os, "sched_getaffinity"):  # on Linux: what Slurm leaves to this process
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
-    # torchrun sets the variable; where the script starts the processes, it has --nproc.
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", getattr(args, "nproc", 1)))
-    return max(1, min(8, cores // processes - 1))
+def derive_seed(*key):
+    """Return a seed, 0 to 2**32 - 1, that depends on all the integers of `key`."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def loader_options(args):
+def loader_options(device, num_workers):
     """Return the keyword arguments that every DataLoader gets."""
-    workers = num_workers(args)
     return {
         "collate_fn": collate,
-        "num_workers": workers,
+        "num_workers": num_workers,
         # Otherwise every epoch starts new workers, and the first batches are late.
-        "persistent_workers": workers > 0,
-        "prefetch_factor": 4 if workers else None,
+        "persistent_workers": num_workers > 0,
+        "prefetch_factor": 4 if num_workers else None,
         # From pinned memory a copy to the GPU does not make Python wait.
-        "pin_memory": args.device.type == "cuda",
+        "pin_memory": device.type == "cuda",
     }
 
 
@@ -69,9 +53,12 @@ def skip_first_batches(loader, num_batches):
 def ignore_launcher_sigterm(worker_id):  # noqa: ARG001 (DataLoader passes it)
     """Have a DataLoader's worker end on a SIGTERM from its own process only.
 
-    To be given as `worker_init_fn`. Launchers and Slurm send SIGTERM to every process
-    of a run. The one that trains decides what to do about it, and without its workers
-    it could not even finish the step that it has begun.
+    To be given as `worker_init_fn`. Slurm with proctrack/linuxproc sends SIGTERM to
+    every process of a run; torchrun sends it to the process group of each rank, in
+    which its workers are. The process that trains decides what to do about it, and
+    without its workers it could not even finish the step that it has begun. Ignoring
+    the signal is not enough: at exit, multiprocessing ends its workers by a SIGTERM,
+    and waits for them without a limit.
     """
     parent = multiprocessing.parent_process().pid  # os.getppid() may be a fork server
 

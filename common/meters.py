@@ -8,24 +8,24 @@ import torch
 from tqdm import tqdm
 
 
-def num_correct(output, target, topk=(1,)):
+def num_correct(outputs, targets, topk=(1,)):
     """Count the targets that are among the k largest logits.
 
-    output: logits [B, classes]; target: int64 [B], a class per image; topk: the values
-    of k. With a token per position instead: [B, classes, T] and [B, T]. Returns an
-    int64 tensor [len(topk)] on the same device. Does not wait for the device.
+    outputs: logits [B, classes]; targets: int64 [B], a class per image; topk: the
+    values of k. With a token per position instead: [B, T, classes] and [B, T]. Returns
+    an int64 tensor [len(topk)] on the same device. Does not wait for the device.
     """
-    best = output.topk(min(max(topk), output.size(1)), dim=1).indices
-    hits = best == target[:, None]
-    return torch.stack([hits[:, :k].sum() for k in topk])
+    best = outputs.topk(min(max(topk), outputs.size(-1)), dim=-1).indices
+    hits = best == targets[..., None]
+    return torch.stack([hits[..., :k].sum() for k in topk])
 
 
-def accuracy(output, target, topk=(1,)):
+def accuracy(outputs, targets, topk=(1,)):
     """Return one batch's accuracy in percent, float32 [len(topk)]; shapes as above.
 
     Over several batches, add up what `num_correct` counts and divide once.
     """
-    return num_correct(output, target, topk) * 100.0 / target.numel()
+    return num_correct(outputs, targets, topk) * 100.0 / targets.numel()
 
 
 class Meter:
@@ -40,16 +40,16 @@ class Meter:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.start = time.perf_counter()
 
-    def update(self, loss, output, target):
-        """Add a batch: its mean loss, a scalar; its logits and target, as above.
+    def update(self, loss, outputs, targets):
+        """Add a batch: its mean loss, a scalar; its logits and targets, as above.
 
         An empty batch, whose mean loss is not a number, adds nothing.
         """
-        if target.numel() == 0:
+        if targets.numel() == 0:
             return
-        self.sums[0] += loss.detach() * target.numel()
-        self.sums[1:3] += num_correct(output.detach(), target, topk=(1, 5))
-        self.sums[3] += target.numel()
+        self.sums[0] += loss.detach() * targets.numel()
+        self.sums[1:3] += num_correct(outputs.detach(), targets, topk=(1, 5))
+        self.sums[3] += targets.numel()
 
     def compute(self):
         """Return a dict: mean loss, acc@1 and acc@5 in percent, count, seconds."""
@@ -97,3 +97,5 @@ def progress(loader, title, meter, show=True):
             else:
                 line = f"{title} {count}/{len(loader)}  {text}"
                 print(line, file=sys.stderr, flush=True)
+            last = time.perf_counter()  # reading the metrics is no wait for data
+            batch_time += last - now

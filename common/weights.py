@@ -1,0 +1,116 @@
+"""Weights and metrics, in files that are written atomically and loaded safely."""
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+
+def write_atomically(path, write):
+    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+
+    If the process dies or the disk fills up, the old file survives. The data is on the
+    disk (fsync) before the name changes, and so is the new name when this returns.
+    Temporary files that a killed process left for `path` are removed.
+    """
+    path = Path(path)
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path):
+    """Have the names in a directory on the disk (fsync) when this returns."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def save(state, path):
+    """Write tensors, numbers, strings, and lists and dicts of them, atomically."""
+    write_atomically(path, lambda file: torch.save(state, file))
+
+
+def load(path, map_location="cpu"):
+    """Return what `save` wrote, its tensors on the CPU, or "meta": without their data.
+
+    Runs no code from the file (weights_only=True). Raises ValueError if the file is
+    missing, truncated, or not one that torch.save wrote.
+    """
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path} is missing, truncated or not a file of weights"
+        ) from error
+
+
+def load_weights(model, path):
+    """Load the weights in `path` into `model`.
+
+    Raises ValueError if the file cannot be read or holds another model's weights. A
+    model on the meta device gets no weights; they are only checked.
+    """
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    weights = load(path, "meta" if meta else "cpu")
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        names = list(weights) if isinstance(weights, dict) else [""]
+        if str(names[0]).startswith("module."):
+            message = "was saved from a wrapped model: its names begin with 'module.'"
+        else:
+            message = (
+                "holds another model's weights; use the flags with which they were"
+                " trained"
+            )
+        raise ValueError(f"{path} {message}") from error
+
+
+def read_metrics(folder):
+    """Return the rows of metrics.jsonl, one dict per epoch; [] if it is missing."""
+    path = Path(folder) / "metrics.jsonl"
+    return (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
+
+
+def save_epoch(folder, epoch, train, val, weights):
+    """Write metrics.jsonl, last.pt, and best.pt if this epoch's acc@1 is the best.
+
+    epoch: counted from 1; train, val: what Meter.compute returned; weights: a
+    state_dict. Rows of this epoch and of later ones, left by an earlier run, are
+    dropped.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
+    rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
+    weights = {name: tensor.cpu() for name, tensor in weights.items()}
+    save(weights, folder / "last.pt")
+    if all(row["val"]["acc1"] < val["acc1"] for row in earlier):
+        save(weights, folder / "best.pt")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(folder / "metrics.jsonl", lambda file: file.write(text.encode()))
