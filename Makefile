@@ -17,7 +17,7 @@ help:
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
-	@echo "make pages            write the READMEs' tables, docs/faults.md and the picture"
+	@echo "make pages            write the lists of stages, docs/faults.md and the picture"
 	@echo "make sizes            print how long scripts, notebooks and recipes are"
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"

@@ -275,11 +275,6 @@ def devices_of_weights_printed():
     register_module_parameter_registration_hook(hook)
 
 
-def a_minute_per_look_at_the_clock():
-    """Have time.monotonic advance by a minute each time it is called."""
-    time.monotonic = itertools.count(0, 60).__next__
-
-
 def without_ddp():
     """Have the script train the bare model, as if the wrapper had been forgotten."""
     torch.nn.parallel.DistributedDataParallel = lambda model: model

@@ -24,6 +24,9 @@ from tools.harness import wait_until
 from tools.stages import ROOT
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+# How a cluster finds the processes of a job, and the first job's number: job files take
+# a port from a job's number, and those of two clusters must differ.
+TRACKING = {"linuxproc": 5001, "cgroup": 7001}
 EVERY = 0.5  # seconds between questions to Slurm, which take time on a busy machine
 
 
@@ -56,6 +59,14 @@ def has_sigterm(process, mask):
     return bool(found and int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+def missing_for_cgroup():
+    """Return why a cluster cannot find processes by control groups; "" if it can."""
+    mounts = Path("/proc/mounts").read_text()
+    if " /sys/fs/cgroup/freezer cgroup rw" in mounts:
+        return ""
+    return "no control groups of version 1 in /sys/fs/cgroup/freezer"
+
+
 def is_stopped(process):
     """Return whether a process has been stopped with SIGSTOP."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,15 +75,20 @@ def is_stopped(process):
 
 
 class Cluster:
-    """A local cluster of the tests' own, with a folder and ports of its own."""
+    """A local cluster of the tests' own, with a folder and ports of its own.
 
-    def __init__(self, folder):
+    nodes: the names of its two nodes, as sinfo shows them.
+    """
+
+    def __init__(self, folder, tracking="linuxproc"):
         self.folder = Path(folder)
         self.port = free_ports(3)
+        self.nodes = f"node{self.port}-[1-2]"
         self.variables = {
             "LOCAL_CLUSTER": folder,
             "LOCAL_CLUSTER_PORT": self.port,
-            "LOCAL_CLUSTER_FIRST_JOB": "5001",  # not that of a notebook's cluster
+            "LOCAL_CLUSTER_PROCTRACK": tracking,
+            "LOCAL_CLUSTER_FIRST_JOB": TRACKING[tracking],
             "SLURM_CONF": f"{folder}/slurm.conf",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
@@ -99,6 +115,10 @@ class Cluster:
             if any(self.folder in file.parents for file in files):
                 found.append(process)
         return found
+
+    def update(self, what, setting):
+        """Change a setting of a job or a partition, such as `JobId=5001`."""
+        self.call("scontrol", "update", what, setting)
 
     def cancel_jobs(self):
         """Cancel the jobs that are there; return when there is none."""
@@ -187,6 +207,16 @@ class SlurmJob:
                 found[rank] = process
         return found
 
+    def ready_ranks(self, count=2):
+        """Wait until so many ranks record signals; return them as `ranks` does."""
+
+        def found():
+            ranks = self.ranks()
+            ready = all(has_sigterm(rank, "SigCgt") for rank in ranks.values())
+            return ready and len(ranks) == count and ranks
+
+        return wait_until(found, harness.LIMIT, self.log, every=0.1)
+
     @contextlib.contextmanager
     def stopped_until_sigterm(self):
         """Stop its two ranks, and let them run again when SIGTERM has reached both.
@@ -194,13 +224,7 @@ class SlurmJob:
         Otherwise a short run could end before a busy Slurm sends the signal. Yields the
         ranks, as `ranks` returns them. Afterwards they have ended.
         """
-
-        def found():
-            ranks = self.ranks()
-            ready = all(has_sigterm(rank, "SigCgt") for rank in ranks.values())
-            return ready and len(ranks) == 2 and ranks
-
-        ranks = wait_until(found, harness.LIMIT, self.log, every=0.1)
+        ranks = self.ready_ranks()
         for rank in ranks.values():
             rank.suspend()
         wait_until(lambda: all(map(is_stopped, ranks.values())), harness.LIMIT)

@@ -3,14 +3,13 @@
 import functools
 import itertools
 import math
-import re
 import types
 
 import pytest
 import torch
 from torch import nn
 
-from common import checkpoint
+from common import weights
 from tests.conftest import only_in_sweep
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
@@ -19,6 +18,7 @@ from tests.resume_harness import read_state
 from tests.training import DOUBLE
 from tests.training import FakeLoader
 from tests.training import call_all
+from tests.training import counts
 from tests.training import load_stage
 from tests.training import load_stage_for_vectors
 from tests.training import plain
@@ -36,7 +36,7 @@ from tools.weights import max_abs_diff
 
 STAGE = first_with("amp")
 ACCUMULATING = with_feature("amp", "accumulation")
-SAMPLES = 300  # 5 steps an epoch
+SAMPLES = 240  # 5 steps an epoch
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_it_learns_in_mixed_precision(trained, several, stage, amp):
     full = trained(stage, several, *flags, how=train_in_forks).rows[0]["train"]["loss"]
     assert row["train"]["loss"] != full
     assert row["train"]["loss"] == pytest.approx(full, rel=0.02)
-    weights = torch.load(done.weights)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    saved = torch.load(done.weights)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 def test_clipping_is_the_same_on_any_number_of_processes(trained, several):
@@ -114,7 +114,8 @@ def take_steps(request):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         if norm:
-            model = nn.Sequential(nn.BatchNorm1d(4), model)
+            channels = 1 if "text" in features(stage) else 4
+            model = nn.Sequential(nn.BatchNorm1d(channels), model)
         if "shards" in features(stage):
             sharded(model)
         before = [plain(each).detach().clone() for each in model.parameters()]
@@ -123,7 +124,10 @@ def take_steps(request):
         options = {"init_scale": scale, "growth_interval": 10**6}
         scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16", **options)
         samples = torch.randn(6, 4) if samples is None else samples
-        loader = FakeLoader([(samples, torch.arange(6) % 3)] * steps)
+        targets = torch.arange(6) % 3
+        if "text" in features(stage):  # [B, T, ...], here with T = 1
+            samples, targets = samples.unsqueeze(1), targets.unsqueeze(1)
+        loader = FakeLoader([(samples, targets)] * steps)
         args = stage_args(module, "--amp", amp)
         args.clip_grad = clip
         parts = (model, loader, optimizer, scheduler, scaler)
@@ -142,23 +146,19 @@ def take_steps(request):
     return take
 
 
-def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(take_steps, capsys):
+def test_an_overflow_in_fp16_is_skipped_and_halves_the_scale(take_steps):
     done = take_steps(2.0**60)
     assert (done.moved, done.steps, done.scale) == (0, 0, 2.0**59)
-    text = "step 1: skipped, gradient not finite, loss scale 1.15292e+18\n"
-    assert capsys.readouterr().out == text
     done = take_steps(2.0**10)
     assert done.moved > 0.1 and (done.steps, done.scale) == (1, 2.0**10)
-    assert capsys.readouterr().out == ""
 
 
-def test_after_skipped_steps_training_continues(take_steps, capsys):
+def test_after_skipped_steps_training_continues(take_steps):
+    """The schedule counts the steps that were taken."""
     done = take_steps(2.0**30, steps=40)
-    skipped = re.findall(r"^step (\d+): skipped", capsys.readouterr().out, re.M)
-    assert skipped == [str(step) for step in range(1, len(skipped) + 1)]
-    assert 5 < len(skipped) < 40
-    assert done.steps == 40 - len(skipped)
-    assert done.scale == 2.0 ** (30 - len(skipped))
+    skipped = 40 - done.steps
+    assert 5 < skipped < 40
+    assert done.scale == 2.0 ** (30 - skipped)
     assert done.metrics["count"] == 40 * 6 and math.isfinite(done.metrics["loss"])
 
 
@@ -178,29 +178,6 @@ def test_the_gradient_is_clipped_after_it_is_unscaled(take_steps):
     assert take_steps(2.0**10).moved > 0.1
     clipped = take_steps(2.0**10, clip=0.01)
     assert clipped.moved == pytest.approx(0.5 * 0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
-def test_a_loss_that_is_not_finite_ends_the_run(take_steps, amp):
-    """No smaller scale can help then."""
-    text = "^rank 0, step 1: gradient not finite, loss nan$"
-    with pytest.raises(FloatingPointError, match=text):
-        take_steps(2.0**10, samples=torch.full((6, 4), torch.nan), amp=amp)
-
-
-@pytest.mark.parametrize("amp", ["fp16", "bf16", "off"])
-def test_an_infinite_gradient_ends_the_run_if_no_scale_can_be_lowered(take_steps, amp):
-    """The loss is finite here: only the gradient overflows."""
-
-    def overflow(_module, _inputs, output):
-        output.register_hook(lambda gradient: gradient + torch.inf)
-
-    hook = nn.modules.module.register_module_forward_hook(overflow)
-    try:
-        with pytest.raises(FloatingPointError, match=r"step 1: .* not finite, loss \d"):
-            take_steps(1, amp=amp)
-    finally:
-        hook.remove()
 
 
 # ---- on one of two processes ---------------------------------------------------------
@@ -231,16 +208,14 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
         functools.partial(infinite_gradient, 7),
         functools.partial(weights_kept, 9, tmp_path),
     )
-    done = run_stage(stage, two, flags, tmp_path, prepare=prepare)
-    text = "step 7: skipped, gradient not finite, loss scale 65536\n"
-    assert done.stdout.count("skipped") == done.stdout.count(text) == 1
+    run_stage(stage, two, flags, tmp_path, prepare=prepare)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(map(torch.equal, first, second))
     last = torch.load(out / "last.pt").values()  # in another order than the optimizer's
     assert sorted(map(torch.Tensor.tolist, first), key=str) == sorted(
         map(torch.Tensor.tolist, last), key=str
     )
-    rows = checkpoint.read_metrics(out)
+    rows = weights.read_metrics(out)
     targets = small_workload(stage, SAMPLES).train
     assert [row["train"]["count"] for row in rows] == [targets] * 2
     assert all(math.isfinite(row["train"]["loss"]) for row in rows)
@@ -251,34 +226,66 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(stage, two, device, tmp_pat
         assert state["scaler"]["scale"] == 32768
 
 
+@each_stage
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_first_step_that_overflows_leaves_finite_weights(
+    stage, processes, device, tmp_path
+):
+    """Fused SGD would go on with momentum that nobody has initialized."""
+    if processes not in counts(device):
+        pytest.skip(f"{processes} processes need as many GPUs")
+    flags = fp16_flags(stage, SAMPLES, "--epochs", "1", "--device", device)
+    prepare = functools.partial(
+        call_all,
+        functools.partial(infinite_gradient, 1, rank=processes - 1),
+        functools.partial(weights_kept, 4, tmp_path),
+    )
+    out = tmp_path / "out"
+    flags += ["--out-dir", out]
+    run_stage(stage, processes, flags, tmp_path / "run", prepare=prepare)
+    (row,) = weights.read_metrics(out)
+    assert math.isfinite(row["train"]["loss"])
+    last = torch.load(out / "last.pt")
+    assert all(each.isfinite().all() for each in last.values())
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
+    assert all(map(torch.equal, ranks[0], ranks[-1]))
+
+
+# ---- a loss that is not finite -------------------------------------------------------
+STOPPED = "stopped: the loss is not finite; a lower --lr may help\n"
+PLAIN = first_with("images")
+DISTRIBUTED = [s for s in with_feature("distributed") if s != first_with("spawn")]
+
+
 @pytest.mark.fault(
-    since="amp",
-    what="the loss is not finite, on one rank or on all, or a gradient overflows and"
-    " there is no loss scale to lower",
-    sees="`FloatingPointError: rank 1, step ...: gradient not finite, loss nan`; exit"
-    " code 1",
-    seconds=30,
+    what="the loss is not finite, on one rank or on all",
+    sees="`stopped: the loss is not finite`, after the metrics of that epoch; exit code"
+    " 1",
     lost="the run; the weights of the last epoch are valid, and with `--checkpoint-dir`"
     " the latest checkpoint is from before that step",
 )
-@each_stage
+@pytest.mark.parametrize(
+    "stage",
+    [only_in_sweep(s, unless=s in (DISTRIBUTED[0], *DEFAULT)) for s in DISTRIBUTED],
+)
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
     stage, two, device, tmp_path, fault
 ):
-    """With fp16 the other rank's loss is finite, and it would go on if it could."""
-    flags = fp16_flags(stage, 1500, "--device", device, "--out-dir", tmp_path / "out")
-    options = {"code": 1, "prepare": functools.partial(nan_logits, 7)}
-    first, second = run_stage(stage, two, flags, tmp_path, **options).ranks
-    assert (first.returncode, second.returncode) == (1, 1)
-    fault.assert_seen(second.stderr)
-    text = "FloatingPointError: rank 1, step 7: gradient not finite, loss nan\n"
-    assert text in second.stderr
-    assert "rank 0, step" not in first.stderr
-    assert not (tmp_path / "out").exists()
+    """The loss of the epoch is summed over the ranks, so all of them end."""
+    flags = [*small_workload(stage, SAMPLES).flags, "--device", device]
+    flags += ["--out-dir", tmp_path / "out"]
+    options = {"code": 1, "prepare": functools.partial(nan_logits, 2)}
+    done = run_stage(stage, two, flags, tmp_path, **options)
+    assert [rank.returncode for rank in done.ranks] == [1, 1]
+    fault.assert_seen(done.stdout)
+    assert done.stdout.endswith(STOPPED) and done.stdout.count("stopped") == 1
+    assert "epoch 2" not in done.stdout
+    assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_run_that_diverges_ends_with_rank_and_step(tmp_path, device, several):
+@pytest.mark.parametrize("stage", [PLAIN, DISTRIBUTED[0]])
+def test_a_run_that_diverges_ends(stage, tmp_path, device):
     flags = ["--lr", "1e6", "--device", device, "--out-dir", tmp_path / "out"]
-    done = run_stage(STAGE, several, flags, tmp_path, code=1)
-    assert re.search(r"rank \d, step (\d+): gradient not finite, loss", done.stderr)
-    assert not (tmp_path / "out").exists()
+    done = run_stage(stage, 1, flags, tmp_path, code=1)
+    assert done.stdout.endswith(STOPPED) and "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("*"))

@@ -26,7 +26,6 @@ TITLES = [
     "6. the run",
 ]
 LAUNCHER_FLAGS = {"--nproc"}  # it goes when another launcher comes
-IMAGE_FLAGS = {"--sync-bn"}  # a language model has no batch norm
 FLAGS = {  # of a feature in stages.toml
     "spawn": "--nproc",
     "amp": "--amp",
@@ -39,8 +38,13 @@ TAG = re.compile(r"\[(\d\d)\]")
 LESSONS = {"DistributedDataParallel", "DataParallel", "autocast", "GradScaler"}
 LESSONS |= {"fully_shard", "MixedPrecisionPolicy", "init_device_mesh", "full_tensor"}
 LESSONS |= {"no_sync", "set_requires_gradient_sync"}
-# It reads and writes files, as common/ does for the stages.
-PLUMBING = "torch.distributed.checkpoint."
+# It reads and writes files, or hands on what rank 0 has read, as common/ does for the
+# stages.
+PLUMBING = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.get_rank",
+    "torch.distributed.broadcast_object_list",
+)
 
 
 def source(stage):
@@ -153,7 +157,7 @@ def test_no_flag_disappears(monkeypatch, capsys):
     """Except a launcher's own, and those of the data and of the model with the data."""
     classes = (common_args.ArgumentParser, common_args.TextArgumentParser)
     images, text = (listed(each("").format_help()) for each in classes)
-    of_images = (images - text) | IMAGE_FLAGS
+    of_images = images - text
     flags = {stage: flags_of(stage, monkeypatch, capsys) for stage in stages()}
     for before, after in steps():
         gone = flags[before] - flags[after] - LAUNCHER_FLAGS
@@ -220,9 +224,10 @@ def dotted(node):
 def lessons_in(source):
     """Return what a file imports or calls of the things that the stages teach."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source.replace("dist.", "torch.distributed."))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            # `as dist`: then the calls decide
+            names = [alias.name for alias in node.names if alias.asname != "dist"]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call):
@@ -231,7 +236,8 @@ def lessons_in(source):
             continue
         for name in names:
             of_torch = f"{name}.".startswith("torch.distributed.")
-            collective = of_torch and not name.startswith(PLUMBING)
+            plumbing = f"{name}.".startswith(tuple(f"{each}." for each in PLUMBING))
+            collective = of_torch and not plumbing
             if collective or LESSONS & set(name.split(".")):
                 found.add(name)
     return found
@@ -242,7 +248,6 @@ def test_common_holds_no_lesson():
     assert (ROOT / "common/__init__.py").read_text() == ""
     for file in sorted((ROOT / "common").glob("*.py")):
         assert lessons_in(file.read_text()) == set(), file.name
-    texts = [source(each).replace("dist.", "torch.distributed.") for each in stages()]
-    found = set().union(*map(lessons_in, texts))
+    found = set().union(*(lessons_in(source(each)) for each in stages()))
     assert {"torch.distributed.all_reduce", "torch.autocast"} <= found
     assert {word for name in found for word in name.split(".")} >= LESSONS

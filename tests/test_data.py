@@ -12,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
 from torchvision import datasets
 
 from common import data
 from common import loader
-from common.args import ArgumentParser
+from common import text
 from tests.conftest import only_in_sweep
 from tests.fault_injection import use_mirror
 from tests.training import run_stage
@@ -24,10 +26,11 @@ from tools.stages import first_with
 from tools.stages import with_feature
 
 STATE = np.random.RandomState(0)
-
-
-def arguments(*words):
-    return ArgumentParser("").parse_args(["--device", "cpu", *map(str, words)])
+FOLDERS = {
+    "cifar10": datasets.CIFAR10.base_folder,
+    "cifar100": datasets.CIFAR100.base_folder,
+}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -80,53 +83,68 @@ def folder_of_images(tmp_path):
     return tmp_path
 
 
+def everything(samples):
+    """Return the whole of a set, as one batch: images and labels."""
+    return samples.__getitems__(list(range(len(samples))))
+
+
 def test_digits_are_split_once_for_all():
-    args = arguments("--seed", 1)
-    train_set, val_set = data.load_data(args)
-    assert (len(train_set), len(val_set), train_set.classes) == (1500, 297, 10)
-    again, _ = data.load_data(arguments("--seed", 2))
-    assert torch.equal(train_set.images, again.images)
-    images, labels = train_set.__getitems__(list(range(1500)))
-    assert images.shape == (1500, 1, 8, 8) and images.dtype == torch.uint8
-    inputs = data.normalize(args, images)
+    train_set, val_set = data.load("digits", seed=1)
+    assert (len(train_set), len(val_set), train_set.num_classes) == (1440, 357, 10)
+    assert all(len(train_set) % (n * 3) == 0 for n in (1, 2, 3, 4, 6, 8, 12, 16))
+    images, labels = everything(train_set)
+    assert torch.equal(images, everything(data.load("digits", seed=2)[0])[0])
+    assert images.shape == (1440, 1, 8, 8) and images.dtype == torch.uint8
+    inputs = data.normalize(images, "digits", torch.float32)
     assert inputs.shape == images.shape and inputs.dtype == torch.float32
     assert abs(inputs.mean()) < 1e-3 and abs(inputs.std() - 1) < 1e-3
     assert labels.bincount().min() > 100
-    ours = torch.cat([train_set.images, val_set.images]).flatten(1) / 255 * 16
-    ours = torch.cat([ours, torch.cat([train_set.labels, val_set.labels])[:, None]], 1)
+    val_images, val_labels = everything(val_set)
+    ours = torch.cat([images, val_images]).flatten(1) / 255 * 16
+    ours = torch.cat([ours, torch.cat([labels, val_labels])[:, None]], 1)
     theirs = np.column_stack(load_digits(return_X_y=True)).astype(int).tolist()
     assert sorted(ours.round().int().tolist()) == sorted(theirs)
-    pixels = {tuple(image.flatten().tolist()) for image in train_set.images}
-    shared = sum(tuple(image.flatten().tolist()) in pixels for image in val_set.images)
+    pixels = {tuple(image.flatten().tolist()) for image in images}
+    shared = sum(tuple(image.flatten().tolist()) in pixels for image in val_images)
     assert shared == 0
 
 
-@pytest.mark.parametrize("name, classes", [("cifar10", 10), ("cifar100", 100)])
-def test_cifar(name, classes, cifar):
-    options = ("--data", name, "--data-dir", cifar, "--batch-size", 10)
-    args = arguments(*options, "--dtype", "float64")
-    train_set, val_set = data.load_data(args)
-    assert (len(train_set), len(val_set), train_set.classes) == (40, 20, classes)
-    assert train_set.images.dtype == torch.uint8
-    assert train_set.images.shape == (40, 3, 32, 32)
+@pytest.mark.parametrize("name, num_classes", [("cifar10", 10), ("cifar100", 100)])
+def test_cifar(name, num_classes, cifar):
+    train_set, val_set = data.load(name, cifar)
+    assert (len(train_set), len(val_set)) == (40, 20)
+    assert train_set.num_classes == val_set.num_classes == num_classes
+    images, _ = everything(train_set)
+    assert images.shape == (40, 3, 32, 32) and images.dtype == torch.uint8
     images, labels = val_set.__getitems__([3, 0])
     assert images.shape == (2, 3, 32, 32) and labels.tolist() == [3, 0]
+    one, label = val_set[3]
+    assert torch.equal(one, images[0]) and label == 3
+    stored = pickle.loads((cifar / FOLDERS[name] / "test").read_bytes())["data"]
+    red = torch.from_numpy(stored[3, :1024]).reshape(32, 32).double() / 255
     mean, std = data.STATISTICS[name]
-    red = val_set.images[3, 0].double() / 255
-    inputs = data.normalize(args, images)
+    inputs = data.normalize(images, name, torch.float64)
     assert inputs.dtype == torch.float64
     assert torch.allclose(inputs[0, 0], (red - mean[0]) / std[0], atol=1e-12)
 
 
+def test_files_that_are_missing_or_corrupt_are_a_value_error(cifar):
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(b"")
+    for name, folder in (("cifar10", cifar), ("cifar10", cifar / "nowhere")):
+        with pytest.raises(ValueError, match=f"not readable in {folder}"):
+            data.load(name, folder)
+
+
 def test_augmentation_is_a_crop_of_the_padded_image_and_a_flip(cifar):
-    options = ("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
-    train_set, _ = data.load_data(arguments(*options))
-    originals = torch.nn.functional.pad(train_set.images, [4] * 4)
+    train_set, _ = data.load("cifar10", cifar)
+    stored = pickle.loads((cifar / FOLDERS["cifar10"] / "train").read_bytes())
+    pixels = torch.from_numpy(stored["data"]).reshape(40, 3, 32, 32)
+    originals = torch.nn.functional.pad(pixels, [4] * 4)
     seen = set()
     for epoch in range(20):
-        train_set.epoch = epoch
-        images, labels = train_set.__getitems__(list(range(40)))
-        assert labels.tolist() == train_set.labels.tolist()
+        train_set.epoch.fill_(epoch)
+        images, labels = everything(train_set)
+        assert labels.tolist() == stored["labels"]
         for image, original in zip(images, originals, strict=True):
             crops = original.unfold(1, 32, 1).unfold(2, 32, 1)  # [C, 9, 9, 32, 32]
             for flip, one in enumerate((image, image.flip(2))):
@@ -136,72 +154,84 @@ def test_augmentation_is_a_crop_of_the_padded_image_and_a_flip(cifar):
     assert len(seen) > 150
 
 
-def test_random_integers_are_uniform_and_independent():
-    numbers = data.random_integers(3, 5, 1, indices=range(20_000)) / 2**32
-    assert numbers.shape == (3, 20_000) and numbers.min() >= 0 and numbers.max() < 1
-    # Standard errors are 0.002 and 0.007 here.
-    assert abs(numbers.mean(axis=1) - 0.5).max() < 0.01
-    assert abs(numbers.var(axis=1) - 1 / 12).max() < 0.003
-    rows = [*numbers, *data.random_integers(3, 5, 2, indices=range(20_000))]
-    correlations = np.corrcoef([*rows, np.roll(numbers[0], 1)])
-    assert abs(correlations - np.eye(7)).max() < 0.035
-    again = data.random_integers(3, 5, 1, indices=[7, 19_999])
-    assert (again / 2**32 == numbers[:, [7, 19_999]]).all()
+def test_a_validation_set_is_not_augmented(cifar):
+    _, val_set = data.load("cifar10", cifar)
+    before, _ = everything(val_set)
+    val_set.epoch.fill_(3)
+    assert torch.equal(everything(val_set)[0], before)
 
 
-def test_augmentation_depends_on_seed_epoch_and_index_alone(cifar):
-    options = ("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
-    train_set, _ = data.load_data(arguments(*options))
-    images, _ = train_set.__getitems__(list(range(40)))
-    torch.rand(7)  # whatever is drawn in between
-    other_order, _ = train_set.__getitems__([5, 3])
-    assert torch.equal(other_order, images[[5, 3]])
+@pytest.fixture
+def in_memory(cifar):
+    return lambda seed=0: data.load("cifar10", cifar, seed=seed)[0]
+
+
+@pytest.fixture
+def in_files(folder_of_images):
+    return lambda seed=0: data.load(
+        "imagefolder", folder_of_images, image_size=32, seed=seed
+    )[0]
+
+
+@pytest.fixture
+def of_text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(250)))
+    return lambda seed=0: text.load(path, 7, seed)[0]
+
+
+KINDS = ["in_memory", "in_files", "of_text"]
+
+
+@pytest.fixture
+def make_set(request):
+    """Return a function that makes a training set, of a seed: one of KINDS."""
+    return request.getfixturevalue(request.param)
+
+
+def epoch_of(train_set, epoch, processes=1, workers=0):
+    """Return the samples of an epoch as they come to the ranks, in order: [N, ...]."""
+    train_set.epoch.fill_(epoch)
+    parts = []
+    for rank in range(processes):
+        sampler = DistributedSampler(train_set, processes, rank, shuffle=False)
+        options = loader.loader_options(CPU, workers)
+        batches = DataLoader(train_set, 4, sampler=sampler, **options)
+        parts.append(torch.cat([samples for samples, _ in batches]))
+    return torch.stack(parts, 1).flatten(0, 1)[: len(train_set)]
+
+
+def number_equal(one, other):
+    return sum(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("make_set", KINDS, indirect=True)
+def test_samples_depend_on_seed_epoch_and_index_alone(make_set):
+    """However they are split over ranks and workers, and whatever else is drawn."""
+    train_set = make_set()
+    first = epoch_of(train_set, 1)
+    second = epoch_of(train_set, 2)
     before = torch.default_generator.get_state()
-    train_set.epoch = 1
-    next_epoch, _ = train_set.__getitems__(list(range(40)))
+    assert torch.equal(train_set[5][0], second[5])
     assert torch.equal(before, torch.default_generator.get_state())
-    assert sum(torch.equal(a, b) for a, b in zip(images, next_epoch, strict=True)) < 10
-    other_set, _ = data.load_data(arguments(*options, "--seed", 1))
-    other_seed, _ = other_set.__getitems__(list(range(40)))
-    assert sum(torch.equal(a, b) for a, b in zip(images, other_seed, strict=True)) < 10
+    for processes, workers in ((2, 0), (3, 0), (1, 2), (2, 1)):
+        assert torch.equal(epoch_of(train_set, 1, processes, workers), first)
+    assert torch.equal(epoch_of(make_set(), 2), second)
+    assert number_equal(first, second) < len(first) / 4
+    others = [epoch_of(make_set(seed), 1) for seed in (1, 2, 3)]
+    assert min(number_equal(first, other) for other in others) < len(first) / 4
 
 
-@pytest.mark.parametrize("kind", ["images", "text"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loader_workers_change_nothing(cifar, kind, workers):
-    """Workers live longer than an epoch, and see the number of the next one."""
-    args = arguments("--data", "cifar10", "--data-dir", cifar, "--batch-size", 10)
-    args.workers = workers
-    train_set, _ = data.load_data(args)
-    if kind == "text":
-        text = torch.arange(210, dtype=torch.uint8)
-        train_set = data.TextInMemory(text, 5, recut=True)
-    options = loader.loader_options(args)
-    assert options["persistent_workers"] == (workers > 0)
-    batches = torch.utils.data.DataLoader(train_set, batch_size=10, **options)
+@pytest.mark.parametrize("make_set", KINDS, indirect=True)
+def test_workers_that_live_longer_than_an_epoch_see_the_next_one(make_set):
+    train_set = make_set()
+    options = loader.loader_options(CPU, 2)
+    assert options["persistent_workers"]
+    batches = DataLoader(train_set, 10, **options)
     for epoch in (3, 4):
-        train_set.epoch = epoch
-        samples = torch.cat([batch for batch, _ in batches])
-        expected, _ = train_set.__getitems__(list(range(len(train_set))))
-        assert torch.equal(samples, expected)
-
-
-def test_workers_by_default(monkeypatch):
-    cpu, args = arguments(), arguments()
-    assert loader.num_workers(cpu) == 0
-    args.device = torch.device("cuda")
-    assert loader.num_workers(args) == 0  # one core gathers more than a GPU trains on
-    args.data = cpu.data = "imagefolder"
-    assert loader.num_workers(cpu) == 0
-    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: range(16))
-    for processes, workers in (("1", 8), ("4", 3), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert loader.num_workers(args) == workers
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    args.nproc = 4  # of a stage that starts the processes itself
-    assert loader.num_workers(args) == 3
-    args.workers = 5
-    assert loader.num_workers(args) == 5
+        train_set.epoch.fill_(epoch)
+        samples = torch.cat([samples for samples, _ in batches])
+        assert torch.equal(samples, epoch_of(train_set, epoch))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +254,7 @@ def test_fashionmnist_by_the_script(tmp_path, device):
     for name, content in fashion_files().items():
         (raw / name).write_bytes(content)
     flags = ["--data", "fashionmnist", "--data-dir", tmp_path, "--epochs", "1"]
-    flags += ["--device", device]
+    flags += ["--device", device, "--batch-size", "60"]
     done = run_stage(first_with("images"), 1, flags, tmp_path / "run")
     assert "epoch 1 2/2" in done.stderr
 
@@ -237,23 +267,32 @@ def test_image_folder_by_the_script(folder_of_images, tmp_path, device):
     assert "epoch 1 2/2" in done.stderr
 
 
-def test_image_folder_is_cropped_at_random_but_reproducibly(folder_of_images):
-    options = ["--data", "imagefolder", "--data-dir", folder_of_images]
-    options += ["--image-size", 32]
-    train_set, val_set = data.load_data(arguments(*options, "--batch-size", 12))
-    assert (len(train_set), len(val_set), val_set.classes) == (24, 10, 2)
-    image, label = train_set[20]
-    assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
-    assert torch.equal(image, train_set[20][0])
-    train_set.epoch = 1
-    assert not torch.equal(image, train_set[20][0])
+def test_an_image_folder_has_a_class_per_folder(folder_of_images):
+    train_set, val_set = data.load("imagefolder", folder_of_images, image_size=32)
+    assert (len(train_set), len(val_set)) == (24, 10)
+    assert train_set.num_classes == val_set.num_classes == 2
+    for samples, index in ((train_set, 20), (val_set, 7)):
+        image, label = samples[index]
+        assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
+    val_set.epoch.fill_(1)
+    assert torch.equal(val_set[7][0], image)
+
+
+def test_an_image_folder_that_does_not_fit_is_refused(folder_of_images):
+    (folder_of_images / "val/dog").rename(folder_of_images / "val/wolf")
+    with pytest.raises(ValueError, match="do not have the same classes"):
+        data.load("imagefolder", folder_of_images)
+    with pytest.raises(OSError, match="train"):
+        data.load("imagefolder", folder_of_images / "nowhere")
 
 
 def test_fake_images_have_the_size_and_number_asked_for():
-    options = ("--data", "fake", "--image-size", 16, "--images", 100)
-    train_set, val_set = data.load_data(arguments(*options))
-    assert train_set.images.shape == (100, 3, 16, 16) and len(val_set) == 20
-    assert train_set.images.unique().numel() == 256
+    train_set, val_set = data.load("fake", image_size=16, num_images=100)
+    images, labels = everything(train_set)
+    assert images.shape == (100, 3, 16, 16) and len(val_set) == 20
+    assert images.unique().numel() == 256 and labels.unique().numel() == 10
+    other, _ = everything(data.load("fake", image_size=16, num_images=100, seed=1)[0])
+    assert not torch.equal(images, other)
 
 
 class Counter(http.server.SimpleHTTPRequestHandler):

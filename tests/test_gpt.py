@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from common import meters
-from common.args import TextArgumentParser
-from common.data import TextInMemory
-from common.data import load_text
-from common.model import GPT
-from common.model import decay_groups
-from common.model import generate
+from common import text
+from common.gpt import GPT
+from common.gpt import decay_groups
+from common.gpt import generate
+from common.text import TextWindows
 from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import small_workload
@@ -26,10 +25,6 @@ from tools.stages import with_feature
 
 TEXT = ROOT / "common/text.txt"
 SHA256 = "f7270f9ecd991a5f862873cfc8993dfac5aa1596e4ab0c29022e067440f0a1b4"
-
-
-def arguments(*words):
-    return TextArgumentParser("").parse_args(["--device", "cpu", *map(str, words)])
 
 
 # ---- the text ------------------------------------------------------------------------
@@ -48,7 +43,7 @@ def numbers(n):
 
 @pytest.mark.parametrize("n, length, windows", [(9, 4, 2), (8, 4, 1), (5, 4, 1)])
 def test_a_validation_set_is_cut_at_the_beginning(n, length, windows):
-    val_set = TextInMemory(numbers(n), length)
+    val_set = TextWindows(numbers(n), length)
     assert len(val_set) == windows
     tokens, target = val_set.__getitems__(list(range(windows)))
     assert tokens.tolist() == [[*range(i, i + 4)] for i in range(0, 4 * windows, 4)]
@@ -57,23 +52,23 @@ def test_a_validation_set_is_cut_at_the_beginning(n, length, windows):
     assert tokens.is_contiguous() and target.is_contiguous()
     one, following = val_set[windows - 1]
     assert torch.equal(one, tokens[-1]) and torch.equal(following, target[-1])
-    val_set.epoch = 3
+    val_set.epoch.fill_(3)
     assert torch.equal(val_set.__getitems__(list(range(windows)))[0], tokens)
 
 
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_a_text_that_is_too_short_has_no_window(n):
-    assert len(TextInMemory(numbers(n), 4)) == 0
-    assert len(TextInMemory(numbers(n), 4, recut=True)) == 0
+    assert len(TextWindows(numbers(n), 4)) == 0
+    assert len(TextWindows(numbers(n), 4, recut=True)) == 0
 
 
 @pytest.mark.parametrize("n, length", [(200, 7), (64, 8), (63, 8), (16, 8), (9, 1)])
 def test_every_epoch_cuts_a_training_set_elsewhere(n, length):
     """No byte is twice in the inputs or in the targets of an epoch; few are in none."""
-    train_set = TextInMemory(numbers(n), length, recut=True, seed=5)
+    train_set = TextWindows(numbers(n), length, recut=True, seed=5)
     firsts = []
     for epoch in range(length):
-        train_set.epoch = epoch
+        train_set.epoch.fill_(epoch)
         tokens, target = train_set.__getitems__(list(range(len(train_set))))
         assert torch.equal(target, tokens + 1)
         seen = tokens.flatten().tolist()
@@ -81,16 +76,16 @@ def test_every_epoch_cuts_a_training_set_elsewhere(n, length):
         assert n - len(seen) <= 2 * length
         firsts.append(seen[0])
     assert sorted(firsts) == list(range(length))
-    train_set.epoch = length
+    train_set.epoch.fill_(length)
     assert train_set[0][0][0] == firsts[0]
 
 
 def test_the_cut_depends_on_seed_and_epoch_alone():
     def firsts(seed):
-        train_set = TextInMemory(numbers(200), 16, recut=True, seed=seed)
+        train_set = TextWindows(numbers(200), 16, recut=True, seed=seed)
         for epoch in range(16):
             torch.rand(3)  # whatever is drawn in between
-            train_set.epoch = epoch
+            train_set.epoch.fill_(epoch)
             yield int(train_set[0][0][0])
 
     assert [*firsts(1)] == [*firsts(1)]
@@ -101,16 +96,24 @@ def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
     path = tmp_path / "bytes"
     content = bytes(range(256)) * 4  # not UTF-8
     path.write_bytes(content)
-    flags = ("--text-file", path, "--context-length", 10, "--batch-size", 4)
-    train_set, val_set = load_text(arguments(*flags))
-    assert train_set.classes == val_set.classes == 256
+    train_set, val_set = text.load(path, 10)
     assert train_set.text.dtype == torch.uint8
     whole = torch.cat([train_set.text, val_set.text])
     assert bytes(whole.tolist()) == content
     assert len(train_set.text) == 1024 * 9 // 10
     assert len(train_set) == (921 - 10) // 10 and len(val_set) == (103 - 1) // 10
-    default, _ = load_text(arguments())
+    default, _ = text.load(None, 10)
     assert bytes(default.text[:100].tolist()) == TEXT.read_bytes()[:100]
+
+
+def test_a_text_without_a_window_or_a_file_is_refused(tmp_path):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    assert [len(each) for each in text.load(path, 9)] == [9, 1]
+    with pytest.raises(ValueError, match="100 bytes are too few for windows of 10"):
+        text.load(path, 10)  # the last tenth has ten, and no target for the last
+    with pytest.raises(OSError, match="none"):
+        text.load(tmp_path / "none", 9)
 
 
 # ---- the model -----------------------------------------------------------------------
@@ -127,7 +130,7 @@ def random_tokens(*shape):
 @pytest.mark.parametrize("batch, length", [(2, 16), (1, 1), (0, 16), (5, 7)])
 def test_logits_are_what_cross_entropy_takes(model, batch, length):
     logits = model(random_tokens(batch, length))
-    assert logits.shape == (batch, 256, length)
+    assert logits.shape == (batch, length, 256)
     assert logits.is_contiguous()
 
 
@@ -137,14 +140,14 @@ def test_a_later_byte_does_not_change_earlier_logits(model):
     for place in range(16):
         other = tokens.clone()
         other[:, place] = (other[:, place] + 1) % 256
-        difference = (model(other) - before).abs().amax(dim=(0, 1))
+        difference = (model(other) - before).abs().amax(dim=(0, 2))
         assert difference[:place].max().item() <= 1e-14 if place else True
         assert difference[place:].min() > 1e-8  # and all that come after it see it
 
 
 def test_positions_matter(model):
     same = model(torch.full((1, 16), 65))[0]
-    assert (same[:, 1:] - same[:, :-1]).abs().amax(0).min() > 1e-8
+    assert (same[1:] - same[:-1]).abs().amax(1).min() > 1e-8
 
 
 def test_windows_do_not_see_each_other(model):
@@ -208,9 +211,8 @@ def test_initial_weights_are_those_of_gpt_2():
             adds = name.endswith(("out.weight", "down.weight"))
             expected = 0.02 / 4 if adds else 0.02  # 4 is the root of 2 * 8
             assert weight.std().item() == pytest.approx(expected, rel=0.05), name
-    loss = nn.functional.cross_entropy(
-        model(random_tokens(4, 64)), random_tokens(4, 64)
-    )
+    tokens = random_tokens(4, 64)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     assert loss.item() == pytest.approx(math.log(256), rel=0.02)
 
 
@@ -250,11 +252,11 @@ def test_matrices_decay_and_vectors_do_not(model):
 
 # ---- metrics of tokens ---------------------------------------------------------------
 def test_a_meter_counts_tokens_like_images():
-    logits, target = torch.randn(3, 11, 5), torch.randint(11, (3, 5))
+    logits, target = torch.randn(3, 5, 11), torch.randint(11, (3, 5))
     windows, flat = meters.Meter("cpu"), meters.Meter("cpu")
-    loss = nn.functional.cross_entropy(logits, target)
+    rows = logits.flatten(0, 1)
+    loss = nn.functional.cross_entropy(rows, target.flatten())
     windows.update(loss, logits, target)
-    rows = logits.transpose(1, 2).reshape(15, 11)
     flat.update(loss, rows, target.flatten())
     assert torch.equal(windows.sums, flat.sums)
     assert windows.compute()["count"] == 15
@@ -280,9 +282,9 @@ class Successor(nn.Module):
     def forward(self, tokens):
         assert tokens.shape[1] <= 5 and not self.training
         self.contexts.append(tokens[0].tolist())
-        logits = torch.full((1, 256, tokens.shape[1]), -math.inf)
-        logits[0, (tokens[0, -1] + 1) % 256, -1] = math.log(3)
-        logits[0, (tokens[0, -1] + 2) % 256, -1] = 0
+        logits = torch.full((1, tokens.shape[1], 256), -math.inf)
+        logits[0, -1, (tokens[0, -1] + 1) % 256] = math.log(3)
+        logits[0, -1, (tokens[0, -1] + 2) % 256] = 0
         return logits
 
 
@@ -374,9 +376,9 @@ def bigram_bits(train, val):
 
 def test_it_learns_more_than_pairs_of_bytes(trained, several):
     """By its command and with its defaults. The later stages train the same weights."""
-    text = np.fromfile(TEXT, np.uint8).astype(int)
-    end = len(text) * 9 // 10
-    table = bigram_bits(text[:end], text[end:])
+    content = np.fromfile(TEXT, np.uint8).astype(int)
+    end = len(content) * 9 // 10
+    table = bigram_bits(content[:end], content[end:])
     done = trained(first_with("text"), several)
     bits = done.rows[-1]["val"]["loss"] / math.log(2)
     print(f"\n{bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")

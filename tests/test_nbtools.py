@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from common import checkpoint
+from common import weights
 from nbtools import lesson
 from tools import harness
 from tools.harness import CommandError
@@ -84,9 +84,9 @@ def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
 
 
 def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
-    checkpoint.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
-    checkpoint.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
-    checkpoint.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
+    weights.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
+    weights.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
+    weights.save({"module.w": torch.tensor([1.5, 2.0])}, tmp_path / "c")
     assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
     with pytest.raises(ValueError, match="module.w"):
         lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")

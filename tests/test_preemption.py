@@ -12,7 +12,6 @@ import pytest
 
 from tests.conftest import only_in_sweep
 from tests.fault_injection import RANKS
-from tests.fault_injection import a_minute_per_look_at_the_clock
 from tests.fault_injection import no_step
 from tests.fault_injection import signalled
 from tests.fault_injection import signalled_at_file
@@ -21,7 +20,8 @@ from tests.fault_injection import signalled_from_outside
 from tests.fault_injection import signalled_while_evaluating
 from tests.fault_injection import slow_to_write
 from tests.resume_harness import NEVER
-from tests.resume_harness import SHORT
+from tests.resume_harness import SAMPLES
+from tests.resume_harness import STOPPED
 from tests.resume_harness import Run
 from tests.resume_harness import assert_same
 from tests.resume_harness import exit_codes
@@ -39,7 +39,6 @@ from tools.harness import wait_until
 from tools.stages import with_feature
 
 STAGE, *LATER = with_feature("signals")
-STOPPED = 128 + signal.SIGTERM
 
 
 @pytest.fixture
@@ -51,15 +50,13 @@ def stage(request):
 @pytest.fixture
 def run(stage, device, several, tmp_path):
     """A run of two epochs that saves at the end of an epoch and at a signal."""
-    flags = (*SHORT, *NEVER, *small_workload(stage).flags)
-    return Run(stage, tmp_path, device, *flags, processes=several)
+    return Run(stage, tmp_path, device, *NEVER, processes=several)
 
 
 @pytest.fixture
 def reference(stage, trained, several):
     """What the same run ends with if nobody disturbs it."""
-    flags = (*SHORT, *small_workload(stage).flags)
-    return uninterrupted(trained, stage, several, *flags)
+    return uninterrupted(trained, stage, several)
 
 
 def assert_resumes_and_finishes(run, reference):
@@ -67,20 +64,19 @@ def assert_resumes_and_finishes(run, reference):
     done = run.run()
     assert resumed_from(done.stdout) == ([run.step] if run.step else [])
     assert_same(run.out_dir, reference)
-    run.assert_no_step_is_lost_or_doubled(50)
+    run.assert_no_step_is_lost_or_doubled()
     return done
 
 
 # ---- while it trains -----------------------------------------------------------------
 # In which step which ranks get which signals, in one start after the other, and after
-# which step the run stops: after the next one, except at the end of an epoch.
+# which step the run stops.
 SIGNALS = [
-    (7, ["SIGTERM"], ["0"], 8),
-    (9, ["SIGUSR1"], ["1"], 10),  # the first step after resuming
-    (25, ["SIGTERM"], RANKS, 25),
-    (38, ["SIGUSR1", "SIGUSR1"], ["1"], 39),
-    (42, ["SIGUSR1", "SIGTERM", "SIGUSR1"], RANKS, 43),
-    (50, ["SIGUSR1"], ["0"], 50),
+    (3, ["SIGTERM"], ["0"], 3),
+    (4, ["SIGUSR1"], ["1"], 4),  # the first step after resuming
+    (10, ["SIGTERM"], RANKS, 10),  # the last of an epoch
+    (16, ["SIGUSR1", "SIGTERM", "SIGUSR1"], RANKS, 16),
+    (20, ["SIGUSR1", "SIGUSR1"], ["1"], 20),
 ]
 
 
@@ -88,9 +84,8 @@ SIGNALS = [
     since="signals",
     what="SIGTERM or SIGUSR1 to any rank while it trains, from Slurm, from Kubernetes"
     " or by hand",
-    sees="all ranks end after the same step, with a checkpoint and exit code 143 or"
-    " 138; the next run says `resumed from step`",
-    seconds=60,
+    sees="all ranks end after the same step, with a checkpoint and exit code 143; the"
+    " next run says `resumed from step`",
     lost="nothing",
 )
 @pytest.mark.parametrize(
@@ -99,16 +94,19 @@ SIGNALS = [
     indirect=True,
 )
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(
-    stage, run, two, reference, fault
+    stage,
+    run,
+    two,  # noqa: ARG001
+    reference,
+    fault,
 ):
-    each = small_workload(stage).train // 25 // two  # targets of a rank in a step
+    targets = small_workload(stage, SAMPLES).train // 10  # in a step, of all ranks
     for step, names, who, last in SIGNALS:
         run.stop(step, *names, ranks=who)
         assert run.latest() == last
         state = read_state(run.paths()[0])
-        targets = each * ((last - 1) % 25 + 1)
-        assert state["sums"][:, 3].tolist() == [targets] * two
-        assert [row["epoch"] for row in rows(run.out_dir)] == [1] * (step > 25)
+        assert state["sums"][3] == targets * ((last - 1) % 10 + 1)
+        assert [row["epoch"] for row in rows(run.out_dir)] == [1] * (step > 10)
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)
 
@@ -116,105 +114,103 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(
 def test_ranks_that_get_the_signal_in_different_steps_stop_after_the_same(
     run, two, reference
 ):
-    """The second one comes while the first one is being agreed on."""
-    steps = [partial(signalled, 7 + n, "SIGTERM", ranks=[str(n)]) for n in range(two)]
+    """The second one never comes to its step."""
+    steps = [partial(signalled, 3 + n, "SIGTERM", ranks=[str(n)]) for n in range(two)]
     run.run(code=STOPPED, prepare=partial(call_all, *steps))
-    assert run.latest() == 8
+    assert run.latest() == 3
     assert_resumes_and_finishes(run, reference)
 
 
+@pytest.mark.parametrize("stage", [STAGE, only_in_sweep(LATER[-1])], indirect=True)
 def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG001
     """A launcher would take the first end for a failure, and kill rank 0."""
     slow = partial(slow_to_write, 1.5)
-    stop = partial(signalled, 7, "SIGTERM")
+    stop = partial(signalled, 3, "SIGTERM")
     with run.start(prepare=partial(call_all, slow, stop)) as job:
         job.forks[1].join(LIMIT)
-        assert run.latest() == 8
+        assert run.latest() == 3
         assert exit_codes(job.wait()) == [STOPPED] * 2
     assert not list(run.checkpoint_dir.glob(".*"))
 
 
-def test_checkpoint_minutes(run, two):  # noqa: ARG001
-    """The clock advances by a minute each time that it is looked at.
-
-    That is once for each vote and for each save. The third vote after a save finds that
-    it was three minutes ago, and is counted one step later. Each epoch ends with a save
-    and a vote, and the next one begins with another vote. Rank 0 decides: rank 1 never
-    saves, so for its own clock a save is always due.
-    """
-    run.run(
-        *("--checkpoint-minutes", "3", "--keep-checkpoints", "100"),
-        prepare=a_minute_per_look_at_the_clock,
-    )
-    assert run.steps()[::-1] == [*range(3, 25, 3), 25, *range(27, 50, 3), 50]
-
-
 # ---- loading, evaluating, ending -----------------------------------------------------
-MOMENTS = {
-    "loading": partial(signalled_at_file, "open", "*/digits.npz", "SIGTERM"),
-    "loading_text": partial(signalled_at_file, "open", "*/1500.txt", "SIGTERM"),
+LOADING = {
+    "loading": partial(signalled_at_file, "open", f"*/{SAMPLES}.txt", "SIGTERM"),
     "just_before_signals_are_caught": partial(signalled_before_handler, 1, "SIGTERM"),
-    "just_before_evaluating": partial(signalled_before_handler, 2, "SIGTERM"),
-    "evaluating": partial(signalled_while_evaluating, 25, "SIGUSR1"),
-    "evaluating_the_last_epoch": partial(signalled_while_evaluating, 50, "SIGTERM"),
 }
-RESUMED = ("loading", "loading_text", "just_before_signals_are_caught")
-OF_IMAGES = [(STAGE, moment) for moment in MOMENTS if moment != "loading_text"]
-OF_TEXT = [(LATER[-1], moment) for moment in MOMENTS if moment != "loading"]
 
 
 @pytest.mark.fault(
     since="signals",
-    what="SIGTERM or SIGUSR1 while the run loads or evaluates",
+    what="SIGTERM or SIGUSR1 while the run loads data or a checkpoint",
     sees="it ends at once; the next run says `resumed from step`",
-    seconds=60,
-    lost="nothing but the evaluation, which is done again",
+    lost="nothing",
 )
 @pytest.mark.parametrize(
     "stage, moment",
-    [*OF_IMAGES, *(only_in_sweep(*case) for case in OF_TEXT)],
+    [
+        (STAGE, "just_before_signals_are_caught"),
+        (LATER[-1], "loading"),
+        only_in_sweep(LATER[-1], "just_before_signals_are_caught"),
+    ],
     indirect=["stage"],
 )
-def test_a_signal_during_loading_and_evaluation_ends_the_run_at_once(
-    moment, run, reference, fault
-):
-    """The signals' default action ends it, so all that is needed has been saved."""
-    if moment in RESUMED:
-        run.stop(12, "SIGTERM")
-    before = run.latest()
-    done = run.run(code=None, prepare=MOMENTS[moment])
-    number = signal.SIGUSR1 if moment == "evaluating" else signal.SIGTERM
+def test_a_signal_during_loading_ends_the_run_at_once(moment, run, reference, fault):
+    """The signals' default action ends it: there is nothing to save."""
+    run.stop(7, "SIGTERM")
+    before = run.files()
+    done = run.run(code=None, prepare=LOADING[moment])
     # Rank 1 waits for rank 0 to load first, so it ends by the broken connection.
-    codes = {1, 2} if moment.startswith("loading") else {-number}
-    assert exit_codes(done)[0] == -number, done
+    codes = {1} if moment == "loading" else {-signal.SIGTERM}
+    assert exit_codes(done)[0] == -signal.SIGTERM, done
     assert codes.issuperset(exit_codes(done)[1:]), done
-    epoch = 2 if moment == "evaluating_the_last_epoch" else 1
-    assert run.latest() == (before or 25 * epoch)
-    assert len(rows(run.out_dir)) == epoch - 1
+    assert run.files() == before
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)
 
 
-def test_a_signal_to_one_rank_while_all_evaluate_ends_the_other(run, two, reference):
-    """The one that got it ends by it, the other by a broken connection."""
-    evaluating = partial(signalled_while_evaluating, 25, "SIGTERM", ranks=["1"])
-    done = run.run(code=None, prepare=evaluating)
-    assert exit_codes(done) == [1, -signal.SIGTERM]
-    assert run.latest() == 25 * (two - 1)
-    assert_resumes_and_finishes(run, reference)
+EVALUATING = {
+    "one_rank": partial(signalled_while_evaluating, 10, "SIGUSR1", ranks=["1"]),
+    "all_ranks": partial(signalled_while_evaluating, 10, "SIGTERM"),
+    "after_evaluating": partial(signalled_at_file, "os.rename", "*/last.pt", "SIGTERM"),
+}
 
 
-@pytest.mark.parametrize("epoch, code, last", [(1, STOPPED, 26), (2, 0, 50)])
-def test_a_signal_after_the_evaluation(epoch, code, last, run, reference):
-    """The epoch's weights and metrics are written; a finished run exits with 0."""
-    written = partial(signalled_at_file, "os.rename", "*/last.pt", "SIGTERM", epoch)
-    run.run(code=code, prepare=written)
-    assert run.latest() == last
-    assert len(rows(run.out_dir)) == epoch
-    if code:
-        assert_resumes_and_finishes(run, reference)
-    else:
-        assert_same(run.out_dir, reference)
+@pytest.mark.fault(
+    since="signals",
+    what="SIGTERM or SIGUSR1 while the run evaluates",
+    sees="the evaluation is finished, and all ranks end after the next step; the next"
+    " run says `resumed from step`",
+    lost="nothing; but the evaluation has to fit into the time that Slurm gives",
+)
+@pytest.mark.parametrize(
+    "stage, moment",
+    [
+        (STAGE, "one_rank"),
+        *(only_in_sweep(STAGE, moment) for moment in list(EVALUATING)[1:]),
+        only_in_sweep(LATER[-1], "one_rank"),
+    ],
+    indirect=["stage"],
+)
+@pytest.mark.usefixtures("two")
+def test_a_signal_during_evaluation_ends_the_run_after_the_next_step(
+    moment, run, reference, fault
+):
+    """The epoch's weights and metrics are written before it ends."""
+    done = run.run(code=STOPPED, prepare=EVALUATING[moment])
+    assert "epoch 1:" in done.stdout
+    assert run.latest() == 11
+    assert len(rows(run.out_dir)) == 1
+    done = assert_resumes_and_finishes(run, reference)
+    fault.assert_seen(done.stdout)
+
+
+def test_a_signal_during_the_last_evaluation_changes_nothing(run, reference):
+    """A finished run ends with 0: otherwise it would be started again and again."""
+    evaluating = partial(signalled_while_evaluating, 20, "SIGTERM")
+    run.run(code=0, prepare=evaluating)
+    assert run.latest() == 20
+    assert_same(run.out_dir, reference)
 
 
 # ---- the workers of the loaders ------------------------------------------------------
@@ -225,7 +221,7 @@ def test_a_signal_after_the_evaluation(epoch, code, last, run, reference):
 def test_a_rank_that_fails_ends_the_workers_of_its_loaders(
     start_method, device, tmp_path
 ):
-    run = Run(STAGE, tmp_path, device, *SHORT, "--workers", "2", processes=1)
+    run = Run(STAGE, tmp_path, device, "--workers", "2", processes=1)
     looked = tmp_path / "looked"
     with run.start(prepare=partial(no_step, start_method, looked)) as job:
         job.wait_for("an optimizer step")
@@ -240,14 +236,14 @@ def test_a_signal_to_the_workers_of_the_loaders_too_loses_nothing(
     trained, device, tmp_path
 ):
     """Slurm sends it to every process of a job."""
-    run = Run(STAGE, tmp_path, device, *SHORT, "--workers", "2", processes=1)
-    run.run(code=STOPPED, prepare=partial(signalled_from_outside, 13, "SIGTERM"))
-    assert run.latest() == 14
-    assert_resumes_and_finishes(run, uninterrupted(trained, STAGE, 1, *SHORT))
+    run = Run(STAGE, tmp_path, device, "--workers", "2", processes=1)
+    run.run(code=STOPPED, prepare=partial(signalled_from_outside, 3, "SIGTERM"))
+    assert run.latest() == 3
+    assert_resumes_and_finishes(run, uninterrupted(trained, STAGE, 1))
 
 
 # ---- torchrun ------------------------------------------------------------------------
-WAITS_IN_STEP_10 = """
+WAITS_IN_STEP_3 = """
 import itertools
 import signal
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -258,8 +254,8 @@ os.set_blocking(write, False)
 signal.set_wakeup_fd(write)
 
 def wait(*_):
-    if next(count) == 10:
-        print("in step 10", flush=True)
+    if next(count) == 3:
+        print("in step 3", flush=True)
         os.read(arrived, 1)  # returns when a signal has arrived
 
 register_optimizer_step_post_hook(wait)
@@ -268,43 +264,40 @@ register_optimizer_step_post_hook(wait)
 
 def test_torchrun_is_stopped(run, two, reference, tmp_path):
     """It hands SIGTERM on to the ranks."""
-    root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_10)
+    root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_3)
     with run.start(root=root, forks=False) as job:
-        job.wait_for("in step 10", times=two)
+        job.wait_for("in step 3", times=two)
         os.kill(job.pid, signal.SIGTERM)
         assert job.wait().returncode not in (0, "hung")
         assert_gone(job.processes, [], LIMIT)
-    assert run.steps() == [11]
+    assert run.steps() == [3]
     assert not run.out_dir.exists()
     assert_resumes_and_finishes(run, reference)
 
 
-WAITS_AFTER_60_STEPS = """
+WAITS_IN_STEP_6 = """
 import itertools
 import time
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 count = itertools.count(1)
-register_optimizer_step_post_hook(lambda *_: next(count) == 60 and time.sleep(3600))
+register_optimizer_step_post_hook(lambda *_: next(count) == 6 and time.sleep(3600))
 """
 
 
 @pytest.mark.sweep
 def test_torchrun_is_killed(trained, two, device, tmp_path):
-    """The ranks end with it, at some moment, and the same command resumes the run."""
-    data = ("--data", "fake", "--image-size", "8", "--images", "9000", "--epochs", "1")
-    flags = (*data, "--checkpoint-every", "10")  # an epoch has 150 steps
-    run = Run(STAGE, tmp_path, device, *flags, processes=two)
-    root = injected(STAGE, tmp_path / "copy", WAITS_AFTER_60_STEPS)
-    for _ in range(2):
+    """The ranks end with it, and the same command resumes the run."""
+    run = Run(STAGE, tmp_path, device, "--checkpoint-every", "2", processes=two)
+    root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_6)
+    for latest in (4, 8):
         with run.start(root=root, forks=False) as job:
-            wait_until(lambda: run.latest() >= run.step + 20, LIMIT, job.screen)
+            wait_until(lambda latest=latest: run.latest() == latest, LIMIT, job.screen)
             members = family(job.pid)[1:]
             assert len(members) >= two
             os.kill(job.pid, signal.SIGKILL)
             assert_gone(members, [], LIMIT)
-        assert run.step < run.latest() < 150
     with run.start(forks=False) as job:
         assert job.wait().returncode == 0, job.screen()
-        assert resumed_from(job.screen()) == [run.step]
-    assert_same(run.out_dir, uninterrupted(trained, STAGE, two, *data))
+        assert resumed_from(job.screen()) == [8]
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two))

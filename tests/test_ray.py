@@ -2,8 +2,8 @@
 
 import contextlib
 import re
+import secrets
 import tempfile
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +20,20 @@ RAYS_SAMPLER = (
     "sampler=DistributedSampler(train_set, seed=args.seed, drop_last=True),",
     "shuffle=True,",
 )
+# Ray reads these variables. With them it keeps to the folder for temporary files and to
+# this machine, and what it prints is only what the program prints.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # otherwise it reports how it is used
+    # Despite its name, on Linux, too: otherwise Ray listens on an address that other
+    # machines can reach.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    # Otherwise it writes a token into the home directory, and leaves it there.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_LOG_TO_DRIVER": "0",
+    # A session on a busy machine can take longer to start than Ray allows by default.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+}
 CHECKS = """
     if dist.get_rank() == 0:
         from pathlib import Path
@@ -53,18 +67,17 @@ def train(ray, folder, script=None, *flags):
 def run_at_home(words, folder):
     """Run a command in a home directory of its own.
 
-    Returns its Done, with `left`: what is left in the home and in the folder for
-    temporary files, and `addresses`: (program, address) of each TCP port on which one
-    of its processes listened. Its processes have ended then.
+    Returns its Done, with `left`: the names in the home directory, and `addresses`:
+    (program, address) of each TCP port on which one of its processes listened. Its
+    processes have ended then.
     """
     home = folder / "home"
     home.mkdir(exist_ok=True)
     members, addresses = set(), set()
     # Not in `folder`: the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory() as temporary:
-        variables = {"HOME": home, "TMPDIR": temporary}
-        variables["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "200"
-        with harness.start(words, folder, **variables) as job:
+        variables = {"HOME": home, "TMPDIR": temporary, "RAY_TMPDIR": temporary}
+        with harness.start(words, folder, **variables, **QUIET) as job:
 
             def ended():
                 running = job.running()
@@ -76,9 +89,7 @@ def run_at_home(words, folder):
             harness.wait_until(ended, harness.LIMIT, job.screen, every=1)
             done = job.wait()
         harness.assert_gone(members, [], 60)
-        left = [*home.rglob("*"), *Path(temporary).iterdir()]
-    # torch makes this one, also without Ray.
-    done.left = [path for path in left if not path.name.startswith("torchinductor_")]
+    done.left = sorted(path.name for path in home.iterdir())
     done.addresses = addresses
     return done
 
@@ -98,7 +109,7 @@ def test_ray_trains_to_the_weights_of_stage_03(ray, trained, tmp_path, record_pr
     record_property("tested with", ray.version("ray"))
     done = train(ray, tmp_path)
     assert_trains_as_stage_03(done, tmp_path, trained)
-    assert not done.left
+    assert done.left == ["ray_results"]
     # In a worker torch's store listens on all addresses, as it does under torchrun.
     outside = {name for name, address in done.addresses if "127.0.0.1" not in address}
     assert all(name.startswith("ray::") for name in outside), outside

@@ -52,8 +52,8 @@ def test_the_features_are_those_that_stages_toml_explains():
 
 def test_an_unknown_key_feature_or_stage_is_an_error(tmp_path):
     path = tmp_path / "stages.toml"
-    path.write_text(TOML.replace("title =", "titel ="))
-    with pytest.raises(TypeError, match="titel"):
+    path.write_text(TOML.replace("teaches =", "teeches ="))
+    with pytest.raises(TypeError, match="teeches"):
         registry(tmp_path)
     path.write_text(TOML.replace('builds_on = "', 'builds_on = "x'))
     with pytest.raises(ValueError, match="builds on x"):

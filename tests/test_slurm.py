@@ -9,8 +9,10 @@ import pytest
 
 from tests.conftest import only_in_sweep
 from tests.slurm_cluster import EVERY
+from tests.slurm_cluster import TRACKING
 from tests.slurm_cluster import Cluster
 from tests.slurm_cluster import SlurmJob
+from tests.slurm_cluster import missing_for_cgroup
 from tests.training import DOUBLE
 from tests.training import ENDLESS
 from tests.training import assert_one_error_line
@@ -29,12 +31,24 @@ SLURM = first_with("slurm")
 SIGNALS = first_with("signals")
 SHARDED = first_with("sharded_checkpoints")
 JOB, TORCHRUN = "job.sbatch", "job_torchrun.sbatch"
+GPU_JOB = "gpu_job.sbatch"
+# What replaces its lines on nodes without GPUs.
+ON_CPUS = (
+    "--partition=main",
+    "--gpus-per-node=0",
+    "--ntasks-per-node=1",
+    "--cpus-per-task=1",
+    "--time=30",
+)
 CPU = ("--device", "cpu")
 
 # One epoch of 600 steps, so that a job that is stopped has only the checkpoint that it
 # writes then.
 LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
 NEVER = ("--checkpoint-every", "1000000", *CPU)
+
+# Which processes get a signal depends on how Slurm finds the processes of a job.
+both_ways = pytest.mark.parametrize("cluster", TRACKING, indirect=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,18 +60,42 @@ def require_slurm():
 
 @pytest.fixture(scope="module")
 def started_cluster(require_slurm):  # noqa: ARG001
-    one = Cluster("/run/local_cluster_of_the_tests")
-    one.script("stop")  # what a killed test run left
-    assert one.script("start").stdout.startswith("started\n")
-    yield one
-    one.script("stop")
+    """Return a function that starts the tests' clusters, each when it is first used."""
+    started = {}
+
+    def get(tracking):
+        if tracking not in started:
+            if tracking == "cgroup" and missing_for_cgroup():
+                pytest.skip(missing_for_cgroup())
+            one = Cluster(f"/run/local_cluster_of_the_tests_{tracking}", tracking)
+            one.script("stop")  # what a killed test run left
+            assert one.script("start").stdout.startswith("started\n")
+            started[tracking] = one
+            assert f" proctrack/{tracking}\n" in one.call("scontrol", "show", "config")
+        return started[tracking]
+
+    yield get
+    for one in started.values():
+        one.script("stop")
 
 
 @pytest.fixture
-def cluster(started_cluster):
-    """The tests' cluster, without a job; what a test leaves there is cancelled."""
-    yield started_cluster
-    started_cluster.cancel_jobs()
+def cluster(started_cluster, request):
+    """A cluster of the tests, without a job; what a test leaves there is cancelled."""
+    one = started_cluster(getattr(request, "param", "linuxproc"))
+    yield one
+    one.cancel_jobs()
+
+
+@pytest.fixture
+def grace_time(cluster):
+    """A partition whose jobs have longer than a test to end before they are preempted.
+
+    So a job that runs again was not requeued by Slurm when this time was over.
+    """
+    cluster.update("PartitionName=main", "GraceTime=3600")
+    yield
+    cluster.update("PartitionName=main", "GraceTime=0")
 
 
 # ---- jobs train to the same weights, stopped or not ----------------------------------
@@ -94,17 +132,17 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
         flags = (*DOUBLE, "--seed", str(seed))
         on_one = trained(reference(SLURM), 1, *flags, how=train_in_forks)
         assert max_abs_diff(tmp_path / f"out-{seed}/last.pt", on_one.weights) <= 1e-10
-    kept = sorted(path.name for path in tmp_path.glob("own/*"))
+    kept = sorted(path.name for path in tmp_path.glob("own/step-*"))
     signals = [stage for stage, _ in files if stage == SIGNALS]
-    assert kept == ["step-000000025.pt", "step-000000050.pt"] * len(signals)
+    assert kept == ["step-000000030.pt", "step-000000060.pt"] * len(signals)
 
 
+@both_ways
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted by a more urgent one",
     sees="Slurm requeues it; its log says `DUE TO PREEMPTION`, and `resumed from step`"
     " when it runs again",
-    seconds=300,
     lost="nothing",
 )
 def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
@@ -113,7 +151,7 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
     assert sorted(job.preempt()) == ["0", "1"]
     (step,) = job.steps()
     assert 0 < step < 600
-    job.wait("COMPLETED", seconds=fault.seconds)
+    job.wait("COMPLETED")
     fault.assert_seen(job.log())
     assert f"resumed from step {step}\n" in job.log()
     assert job.show()["Restarts"] == "1"
@@ -123,13 +161,48 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
         assert f"{line}\n" in job.log()
 
 
+@pytest.mark.usefixtures("grace_time")
+@pytest.mark.parametrize(
+    "cluster, name",
+    [
+        ("linuxproc", JOB),
+        only_in_sweep("linuxproc", TORCHRUN),
+        only_in_sweep("cgroup", JOB),
+        only_in_sweep("cgroup", TORCHRUN),
+    ],
+    indirect=["cluster"],
+)
+@pytest.mark.fault(
+    since="signals",
+    what="a job is preempted in a partition with a `GraceTime`",
+    sees="`requeued, to resume from the latest checkpoint` in its log, and `resumed"
+    " from step` when it runs again",
+    lost="nothing",
+)
+def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
+    name, cluster, trained, tmp_path, fault
+):
+    """The processes alone get SIGTERM; Slurm before 24.05 would not requeue it."""
+    flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
+    job = cluster.submit(SIGNALS, name, *flags, cwd=tmp_path)
+    job.preempt()
+    (step,) = job.steps()
+    assert 0 < step < 600
+    job.wait("COMPLETED")
+    fault.assert_seen(job.log())
+    assert job.log().count(f"resumed from step {step}\n") == 1
+    assert job.show()["Restarts"] == "1"
+    undisturbed = trained(SIGNALS, 2, *LONG, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
+
+
 @pytest.mark.sweep
+@both_ways
 @pytest.mark.fault(
     since="signals",
     what="a rank of a job is killed, with job_torchrun.sbatch",
     sees="`failed (exitcode: -9)` in the job's log, then `resumed from step`; in the"
     " end the job's state is COMPLETED",
-    seconds=300,
     lost="the steps since the last checkpoint, which are done again",
 )
 def test_torchruns_on_two_nodes_restart_a_killed_rank(
@@ -143,9 +216,9 @@ def test_torchruns_on_two_nodes_restart_a_killed_rank(
     (step,) = job.steps()
     assert 0 < step < 600
     # Not job.wait_for, which also asks Slurm: the run has a few seconds left.
-    wait_until(lambda: f"resumed from step {step}\n" in job.log(), fault.seconds)
+    wait_until(lambda: f"resumed from step {step}\n" in job.log(), harness.LIMIT)
     job.ranks()["1"].kill()
-    job.wait("COMPLETED", seconds=fault.seconds)
+    job.wait("COMPLETED")
     fault.assert_seen(job.log())
     assert job.log().count("the time is nearly over") == 1
     assert job.log().count("2 processes on gloo") == 3
@@ -162,7 +235,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     """While it waits for its nodes, its checkpoints are copied for a job of four."""
     work = small_workload(SHARDED, 4800)
     flags = (*work.flags, *DOUBLE[:2], "--epochs", "1", "--batch-size", "12")
-    own = (*flags, *CPU, "--async-save", "--checkpoint-every", "20")
+    own = (*flags, *CPU, "--checkpoint-every", "20")
 
     def submit(per_node, **variables):
         variables |= {"SCRIPT": ROOT / SHARDED / "train.py", "cwd": tmp_path}
@@ -189,51 +262,109 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
 
 
 @pytest.mark.sweep
+@both_ways
 @pytest.mark.fault(
     since="signals",
-    what="a job needs more time than its limit, in the test a real one of a minute",
+    what="a job needs more time than its limit",
     sees="`the time is nearly over` in its log; it is requeued, and says `resumed from"
     " step` when it runs again (a job that does not act on the signal: `DUE TO TIME"
     " LIMIT`; its state is TIMEOUT, and it is not requeued)",
-    seconds=300,
     lost="nothing (without the signal: the steps since the last checkpoint)",
 )
 def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
     cluster, tmp_path, fault
 ):
-    """It has a minute, the shortest limit there is, as has one without the signal.
+    """Their time is cut while they run; Slurm looks at the clock every 30 seconds.
 
-    Slurm compares times every 30 seconds, and sends a signal as soon as the next time
-    might be too late. So one that is wanted a second before the end comes 1 to 31
-    seconds before it, and in any case 30 seconds before the job is killed.
+    The job file wants its signal five minutes before the end, so it is due when the
+    limit is 6 minutes, and does not come before. Then a job without the signal has the
+    nodes, until the first one has its 30 minutes again.
     """
-    limit = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "B:USR1@1"}
-    flags = (*LONG, *NEVER, *ENDLESS)
-    job = cluster.submit(SIGNALS, JOB, *flags, cwd=tmp_path, **limit)
-    words = ["--time=1", "--requeue", "--wrap=sleep 1000"]
-    without_signal = cluster.sbatch(*words, cwd=tmp_path)
-    job.wait_for("2 processes on gloo")
-    assert job.show()["TimeLimit"] == "00:01:00"
-    ranks = job.ranks()
+    job = cluster.submit(SIGNALS, JOB, *LONG, *NEVER, *ENDLESS, cwd=tmp_path)
+    ranks = job.ready_ranks()
+    words = ["--nodes=2", "--exclusive", "--requeue", "--priority=4294967293"]
+    without_signal = cluster.sbatch(*words, "--wrap=sleep 1000", cwd=tmp_path)
+    assert job.show()["TimeLimit"] == "00:30:00"
+    assert "the time is nearly over" not in job.log()
+    cluster.update(f"JobId={job.number}", "TimeLimit=6")
     job.wait_for("the time is nearly over")
     assert_gone(ranks.values(), [], harness.LIMIT)
+    without_signal.wait("RUNNING")
+    assert job.show()["JobState"] == "PENDING"
+    cluster.update(f"JobId={job.number}", "TimeLimit=30")
+    cluster.update(f"JobId={without_signal.number}", "EndTime=now")
+    without_signal.wait("TIMEOUT")
+    assert without_signal.show()["Restarts"] == "0"
     step = job.steps()[-1]
-    job.wait_for(f"resumed from step {step}\n", seconds=fault.seconds)
+    job.wait_for(f"resumed from step {step}\n")
     assert job.log().count("2 processes on gloo") == 2
     assert "DUE TO TIME LIMIT" not in job.log()
     assert job.show()["Restarts"] == "1"
-    without_signal.wait("TIMEOUT")
-    assert without_signal.show()["Restarts"] == "0"
     fault.assert_seen(job.log() + without_signal.log())
+
+
+@both_ways
+def test_the_job_file_for_gpus_resumes_on_nodes_without(cluster, trained, tmp_path):
+    """Stopped by the signal before its time is over, which the test sends by hand."""
+    flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
+    script = ROOT / SIGNALS / "train.py"
+    words = (*ON_CPUS, ROOT / SLURM / GPU_JOB, *flags)
+    job = cluster.sbatch(*words, cwd=tmp_path, SCRIPT=script)
+    with job.stopped_until_sigterm():
+        job.send_time_limit_signal()
+    job.wait_for("queued again, to resume from checkpoints-")
+    (step,) = job.steps()
+    assert 0 < step < 600
+    job.wait("COMPLETED")
+    assert job.log().count(f"0: resumed from step {step}\n") == 1
+    assert "time is nearly over" in job.log()
+    assert job.show()["Restarts"] == "1"
+    undisturbed = trained(SIGNALS, 2, *LONG, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
+
+
+@pytest.mark.sweep
+def test_a_signal_to_one_task_of_an_array_does_not_requeue_the_others(
+    cluster, tmp_path
+):
+    """The task whose SLURM_JOB_ID is the number of the array gets it."""
+    words = ("--array=1-2", *ON_CPUS, "--nodes=1", ROOT / SLURM / GPU_JOB)
+    script = ROOT / SIGNALS / "train.py"
+    flags = (*LONG, *NEVER, *ENDLESS)
+    array = cluster.sbatch(*words, *flags, cwd=tmp_path, SCRIPT=script).number
+    tasks = [SlurmJob(cluster, f"{array}_{n}", tmp_path) for n in (1, 2)]
+    for task in tasks:
+        task.wait("RUNNING")
+    ids = [task.show()["JobId"] for task in tasks]
+    first = ids.index(array)
+    for number in ids:  # the environment has it, and the log's name, without underscore
+        SlurmJob(cluster, number, tmp_path).ready_ranks(1)
+    cluster.call("scancel", "--batch", "--signal=USR1", f"{array}_{first + 1}")
+    log = SlurmJob(cluster, array, tmp_path).log
+    wait_until(lambda: "queued again" in log(), harness.LIMIT, log, EVERY)
+    folder = tmp_path / f"checkpoints-{array}" / str(first + 1)
+    assert len(list(folder.glob("step-*"))) == 1
+    shown = [task.show() for task in tasks]
+    assert shown[first]["Restarts"] == "1"
+    other = shown[1 - first]
+    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
 
 
 @pytest.mark.sweep
 def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
-    """It would be requeued forever, if its processes are still importing torch."""
+    """It would be requeued forever, if it never gets as far as a checkpoint."""
     script = tmp_path / "train.py"
-    script.write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)")
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[2])\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "(folder / 'flags.json').write_text('{}')\n"
+        "(folder / '.step-000000001.pt.tmp').write_text('')\n"
+        "print('preparing', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
     job = cluster.submit(SIGNALS, JOB, cwd=tmp_path, SCRIPT=script)
-    job.wait_for("importing", times=2)
+    job.wait_for("preparing", times=2)
     job.send_time_limit_signal()
     job.wait("FAILED")
     assert "the time is nearly over" in job.log()
@@ -246,7 +377,6 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
     without="checkpoints",
     what="a job's time is nearly over (in the test the signal is sent by hand)",
     sees="`the time is nearly over` in its log; it is requeued, once, and starts over",
-    seconds=300,
     lost="the run so far",
 )
 def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault):
@@ -255,7 +385,7 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
     ranks = job.ranks()
     job.send_time_limit_signal()
     assert_gone(ranks.values(), [], harness.LIMIT)
-    job.wait_for("epoch 1: ", times=2, seconds=fault.seconds)
+    job.wait_for("epoch 1: ", times=2)
     fault.assert_seen(job.log())
     assert job.show()["Restarts"] == "1"
     job.send_time_limit_signal()
@@ -270,9 +400,9 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
     what="a rank of a job is killed",
     sees="the job's state FAILED, and in its log which task it was: `srun: error: ..."
     " task`",
-    seconds=60,
     lost="the run; in stage 09 the steps since the last checkpoint",
 )
+@both_ways
 @pytest.mark.parametrize("name", [JOB, TORCHRUN])
 def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     job = cluster.submit(SLURM, name, *CPU, *ENDLESS, cwd=tmp_path)
@@ -280,9 +410,9 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     ranks = job.ranks()
     assert sorted(ranks) == ["0", "1"]
     ranks["1"].kill()
-    job.wait("FAILED", seconds=fault.seconds)
+    job.wait("FAILED")
     fault.assert_seen(job.log())
-    assert_gone(ranks.values(), [], fault.seconds)
+    assert_gone(ranks.values(), [], harness.LIMIT)
 
 
 @pytest.mark.sweep
@@ -291,10 +421,10 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED, and `CANCELLED` in its log; no process and no port"
     " of it is left",
-    seconds=60,
     lost="the run; in stage 09 the steps since the last checkpoint; in stage 10"
     " nothing",
 )
+@both_ways
 @pytest.mark.parametrize("name", [JOB, TORCHRUN])
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
@@ -305,11 +435,34 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     assert len(ranks) == 2
     assert all(script in rank.cmdline() for rank in ranks.values())
     cluster.call("scancel", job.number)
-    job.wait("CANCELLED", seconds=fault.seconds)
+    job.wait("CANCELLED")
     rank_0s_port = 10000 + int(job.number) % 20000
-    assert_gone(ranks.values(), [rank_0s_port], fault.seconds)
+    assert_gone(ranks.values(), [rank_0s_port], harness.LIMIT)
     fault.assert_seen(job.log())
     assert cluster.call("squeue", "--noheader") == ""
+
+
+@pytest.mark.parametrize(
+    "stage, name",
+    [
+        (SLURM, JOB),
+        (SIGNALS, JOB),
+        only_in_sweep(SLURM, TORCHRUN),
+        only_in_sweep(SIGNALS, TORCHRUN),
+    ],
+)
+def test_no_rank_waits_for_one_that_has_failed(stage, name, cluster, tmp_path):
+    """The other one never notices by itself: only --kill-on-bad-exit ends it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "rank = os.environ.get('RANK', os.environ['SLURM_PROCID'])\n"
+        "time.sleep(1000 if rank == '0' else 0)\n"
+        "sys.exit('rank 1 has failed')\n"
+    )
+    job = cluster.submit(stage, name, cwd=tmp_path, SCRIPT=script)
+    job.wait("FAILED")
+    assert "rank 1 has failed" in job.log()
 
 
 def test_a_job_file_that_cannot_find_the_script_says_so(cluster, tmp_path):
@@ -348,15 +501,64 @@ def test_starting_it_again_changes_nothing(cluster):
     before = {process.pid for process in cluster.members()}
     assert cluster.script("start").stdout.startswith("it is running already\n")
     assert {process.pid for process in cluster.members()} == before
-    assert "idle node[1-2]" in cluster.script("status").stdout
+    assert f"idle {cluster.nodes}" in cluster.script("status").stdout
 
 
 @pytest.fixture
-def second_cluster():
-    one = Cluster("/run/local_cluster_of_the_tests_2")
+def second_cluster(request):
+    tracking = getattr(request, "param", "linuxproc")
+    one = Cluster("/run/local_cluster_of_the_tests_2", tracking)
     one.script("stop")
     yield one
     one.script("stop")
+
+
+def processes_with(word):
+    """Return the live processes with this argument, and no other."""
+    # srun puts a program's whole path before it: /usr/bin/sleep
+    processes = psutil.process_iter(["cmdline"])
+    return [one for one in processes if (one.info["cmdline"] or [])[1:] == [word]]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "cluster, second_cluster", [("cgroup", "cgroup")], indirect=True
+)
+def test_cancelling_a_job_leaves_that_of_the_same_number_in_another_cluster(
+    cluster, second_cluster, tmp_path
+):
+    """Slurm's control groups are named after the node and the job."""
+    seconds = str(cluster.port)  # for which no other process on this machine sleeps
+    job = cluster.sbatch("--nodes=2", f"--wrap=srun sleep {seconds}", cwd=tmp_path)
+    wait_until(lambda: len(processes_with(seconds)) == 2, harness.LIMIT, job.log)
+    mine = processes_with(seconds)
+    second_cluster.variables["LOCAL_CLUSTER_FIRST_JOB"] = job.number
+    second_cluster.script("start")
+    seconds = str(second_cluster.port)
+    words = ["--nodes=2", f"--wrap=srun sleep {seconds}"]
+    other = second_cluster.sbatch(*words, cwd=tmp_path)
+    wait_until(lambda: len(processes_with(seconds)) == 2, harness.LIMIT, other.log)
+    assert other.number == job.number
+    second_cluster.cancel_jobs()
+    assert not processes_with(seconds)
+    assert harness.alive(mine) == mine
+
+
+def test_without_control_groups_it_says_so_and_starts():
+    """In a mount namespace of its own, for which they are not mounted."""
+    one = Cluster("/run/local_cluster_of_the_tests_2", "cgroup")
+    steps = ["umount /sys/fs/cgroup/freezer 2>&-"]
+    steps += [f"bash tools/local_slurm.sh {what}" for what in ("stop", "start")]
+    steps += ["grep ^Proctrack $SLURM_CONF", "bash tools/local_slurm.sh stop"]
+    words = ["unshare", "--mount", "bash", "-c", "; ".join(steps)]
+    done = harness.run(words, code=None, **one.variables)
+    if done.stderr.startswith("unshare: "):
+        pytest.skip(done.stderr)
+    assert done.stderr == (
+        "no control groups of version 1 for Slurm here: it uses linuxproc\n"
+    )
+    assert "started\n" in done.stdout
+    assert "ProctrackType=proctrack/linuxproc\n" in done.stdout
 
 
 @pytest.mark.sweep
@@ -369,11 +571,7 @@ def test_one_cluster_leaves_another_alone_and_no_trace(
     seconds = str(ports[0])  # for which no other process on this machine sleeps
 
     def tasks():
-        processes = psutil.process_iter(["cmdline"])
-        # srun puts the whole path before it: /usr/bin/sleep
-        return [
-            one for one in processes if (one.info["cmdline"] or [])[1:] == [seconds]
-        ]
+        return processes_with(seconds)
 
     words = ["srun", "--nodes=2", "sleep", seconds]
     with harness.start(words, tmp_path, **second_cluster.variables) as job:
@@ -386,7 +584,7 @@ def test_one_cluster_leaves_another_alone_and_no_trace(
     assert_gone([*members, *sleeping], ports, harness.LIMIT)
     assert not second_cluster.folder.exists()
     assert second_cluster.script("stop").stdout == "stopped\n"
-    assert "idle node[1-2]" in cluster.script("status").stdout
+    assert f"idle {cluster.nodes}" in cluster.script("status").stdout
 
 
 @pytest.mark.parametrize(

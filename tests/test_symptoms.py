@@ -4,7 +4,9 @@ The section is in a stage's notebook, in a companion beside it, or on a page in 
 for instance on this page. Words with the mark † are quoted and were not produced here.
 """
 
+import argparse
 import os
+import pickle
 import re
 
 import nbformat
@@ -62,15 +64,17 @@ WANTS = {
 def lines():
     """Return the rows of the page's tables as lines, without their heads."""
     table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    return [line for line in table if line not in (table[0], "|---|---|---|")]
+    return [line for line in table if line not in (table[0], "|---|---|---|---|")]
 
 
 def rows():
     """Return, for each row, what you see, and its link's label, file and anchor.
 
-    A program has no anchors: then it is None.
+    The cells between them say what it is, and what to do. A program has no anchors:
+    then it is None.
     """
-    row = re.compile(r"\| (.+) \| .+ \| \[(.+)\]\(([^#]*\.py|[^#]*(?=#))#?(\S+)?\) \|")
+    link = r"\[(.+)\]\(([^#]*\.py|[^#]*(?=#))#?(\S+)?\)"
+    row = re.compile(rf"\| ([^|]+) \| [^|]+ \| [^|]{{5,}} \| {link} \|")
     found = [row.fullmatch(line) for line in lines()]
     assert all(found), "not a row: " + lines()[found.index(None)]
     return [match.groups() for match in found]
@@ -208,6 +212,59 @@ def test_a_variable_that_is_ready_twice():
     for words in re.findall(r"`([^`]+)`", see):
         assert words in str(error.value)
     train(use_reentrant=False)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_that_is_not_on_the_gpu_that_is_named():
+    ((see, *_),) = [row for row in rows() if "device_ids and output" in row[0]]
+    (words,) = re.findall(r"`([^`]+)`", see)
+    with pytest.raises(ValueError, match=words):
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
+
+
+class WithTransposedBuffer(nn.Module):
+    """A layer and a buffer that is a transposed view, or with `cloned` a copy of it."""
+
+    def __init__(self, cloned):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        pe = torch.zeros(1, 5, 3).transpose(0, 1)
+        if cloned:
+            pe = pe.clone(memory_format=torch.contiguous_format)
+        self.register_buffer("pe", pe)
+
+    def forward(self, x):
+        return self.layer(x) + self.pe[0]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_buffer_that_is_a_transposed_view():
+    def train(cloned):
+        wrapped = nn.parallel.DistributedDataParallel(WithTransposedBuffer(cloned))
+        wrapped(torch.ones(2, 3)).sum().backward()
+
+    ((see, _, do, *_),) = [row for row in rows() if "single memory" in row[0]]
+    (words,) = re.findall(r"`([^`]+)`", see)
+    with pytest.raises(RuntimeError, match=words):
+        train(cloned=False)
+    assert "clone(memory_format=torch.contiguous_format)" in "\n".join(lines())
+    train(cloned=True)
+
+
+def test_a_file_of_more_than_weights(tmp_path):
+    _, lines = sections(PAGE)["not-only-weights-weights-only-load-failed"]
+    text = "\n".join(lines)
+    path = tmp_path / "all.pt"
+    torch.save({"args": argparse.Namespace(lr=0.1)}, path)
+    with pytest.raises(
+        pickle.UnpicklingError, match="Weights only load failed"
+    ) as error:
+        torch.load(path)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    assert names == ["argparse.Namespace"] and names[0] in str(error.value)
+    assert f"`{names[0]}`" in text
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert torch.load(path)["args"].lr == 0.1
 
 
 @pytest.mark.usefixtures("group")

@@ -64,9 +64,7 @@ def tree(tmp_path):
         changed = ("three = 3", "three = 33") if name in ("03_c", "05_e") else ("", "")
         (tmp_path / name / "train.py").write_text(SCRIPT.replace(*changed))
         base = f'builds_on = "{before}"\n' if before else ""
-        texts = "".join(
-            f'{key} = ""\n' for key in ("title", "teaches", "teaches_zh", "command")
-        )
+        texts = "".join(f'{key} = ""\n' for key in ("teaches", "teaches_zh", "command"))
         entries.append(f'[[stage]]\nname = "{name}"\n{base}{texts}features = []\n')
     (tmp_path / "stages.toml").write_text("\n".join(entries))
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
@@ -159,7 +157,7 @@ def test_the_picture_shows_the_stages_as_they_are():
 def test_the_tests_of_the_faults_check_what_the_page_says():
     rows = fault_table.faults()
     assert len(rows) >= 20
-    for row in rows:  # otherwise the test does not check the mark's words and seconds
+    for row in rows:  # otherwise the test does not check the mark's words
         assert "fault" in row["takes"], row["test"]
 
 

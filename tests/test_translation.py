@@ -1,4 +1,4 @@
-"""README.zh-CN.md has the headings, tables, links and commands of README.md.
+"""README.zh-CN.md has the headings, lists, links and commands of README.md.
 
 They are compared section by section, as counts: their order would impose the one
 language's word order on the other.
@@ -39,13 +39,12 @@ def headings(text):
     return [len(level) for level in re.findall("^(#+) ", prose(text), re.MULTILINE)]
 
 
-def tables(text):
-    """Return the number of cells of each line of a table."""
-    lines = [line for line in prose(text).splitlines() if line.startswith("|")]
-    return [line.count("|") for line in lines]
+def items(text):
+    """Return how many items the lists of each section have."""
+    return [len(re.findall("^- ", part, re.MULTILINE)) for part in sections(text)]
 
 
-PARTS = [BLOCK.findall, code, links, headings, tables]
+PARTS = [BLOCK.findall, code, links, headings, items]
 
 
 @pytest.mark.parametrize("part", PARTS)

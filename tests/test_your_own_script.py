@@ -1,4 +1,4 @@
-"""docs/your_own_script: in each pair, the second script trains what the first does."""
+"""your_own_script/: in each pair, the second script trains what the first does."""
 
 import ast
 import difflib
@@ -6,6 +6,7 @@ import functools
 import re
 import shutil
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +20,20 @@ from tools import harness
 from tools.stages import ROOT
 from tools.weights import max_abs_diff
 
-FOLDER = ROOT / "docs/your_own_script"
-PAGE = ROOT / "docs/your_own_script.md"
+FOLDER = ROOT / "your_own_script"
+PAGES = "".join(
+    (FOLDER / name).read_text() for name in ("README.md", "ddp_to_fsdp2.md")
+)
 BEFORE, AFTER = FOLDER / "before.py", FOLDER / "after.py"
 DDP, FSDP = FOLDER / "ddp.py", FOLDER / "fsdp.py"
 RESUME = FOLDER / "fsdp_resume.py"
 PAIRS = {"DDP": (BEFORE, AFTER), "FSDP": (DDP, FSDP), "RESUME": (FSDP, RESUME)}
 TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
+FSDP_VAL_SIZE = 961
 STEPS = TRAIN_SIZE // BATCH_SIZE
-COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGE.read_text(), re.MULTILINE)
+COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGES, re.MULTILINE)
+(CHECK,) = [each for each in COMMANDS if "check_yours.py" in each]
+COMMANDS.remove(CHECK)
 
 
 def torchrun(processes, script, *flags):
@@ -157,6 +163,52 @@ def test_a_batch_that_cannot_be_divided(script, tmp_path):
     assert "--batch-size must be divisible" in done.stderr
 
 
+# ---- check yours ---------------------------------------------------------------------
+def check_yours(tmp_path, code, mistake=("", "")):
+    """Run the page's check on a copy in which a mistake is made; return its lines."""
+    copy = shutil.copytree(FOLDER, tmp_path / "copy")
+    text = AFTER.read_text()
+    assert mistake[0] in text
+    (copy / "after.py").write_text(text.replace(*mistake))
+    return harness.run(CHECK, tmp_path, code=code, cwd=copy).stdout.splitlines()
+
+
+def test_check_yours_finds_that_the_weights_are_equal(tmp_path):
+    lines = check_yours(tmp_path, code=0)
+    pattern = (
+        r"1 process +trained|[23] processes +largest difference \d\.\de-1\d, in .*"
+    )
+    assert all(re.fullmatch(pattern, line) for line in lines[:3])
+    assert lines[3:] == ["equal except for rounding"]
+    shown = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in lines]
+    page = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in PAGES.splitlines()]
+    assert shown == page[page.index(f"$ {CHECK}") + 1 :][:4]
+
+
+@pytest.mark.parametrize(
+    "mistake, seen",
+    [
+        (
+            ("train_one_epoch(ddp_model", "train_one_epoch(model"),
+            r"2 processes +largest difference \d\.\de[+-]0\d, in .*",
+        ),
+        (('"model.pt"', '"another.pt"'), "1 process +failed: it wrote no model.pt"),
+        (("main()\n    gc", "man()\n    gc"), "1 process +failed: NameError: .*"),
+    ],
+    ids=["the bare model is trained", "another file", "an error"],
+)
+def test_check_yours_finds(mistake, seen, tmp_path):
+    lines = check_yours(tmp_path, 1, mistake)
+    assert any(re.fullmatch(seen, line) for line in lines), lines
+    assert lines[-1] == "not shown to be equal"
+
+
+def test_check_yours_without_a_script(tmp_path):
+    command = ["python", FOLDER / "check_yours.py", "missing.py"]
+    done = harness.run(command, tmp_path, code=2)
+    assert done.stderr == "there is no file missing.py\n"
+
+
 # ---- from DDP to FSDP2 ---------------------------------------------------------------
 @pytest.fixture(scope="module")
 def by_ddp(tmp_path_factory):
@@ -188,9 +240,9 @@ def test_with_fsdp_rank_0_alone_writes_and_every_sample_counts_once(by_ddp, by_f
     for each in (by_ddp, by_fsdp):
         assert [rank["saves"] for rank in each.ranks] == [1, 0][: len(each.ranks)]
         sums = each.ranks[0]["sums"]
-        assert [seen for _, _, seen in sums] == [VAL_SIZE] * 4
-    # Two ranks evaluate 501 and 500 samples: in batches of 100, that is 6 and 5.
-    assert '--batch-size", type=int, default=100' in FSDP.read_text()
+        assert [seen for _, _, seen in sums] == [FSDP_VAL_SIZE] * 4
+    # Two ranks evaluate 481 and 480 samples: in batches of 96, that is 6 and 5.
+    assert '--batch-size", type=int, default=96' in FSDP.read_text()
 
 
 @pytest.mark.sweep
@@ -290,7 +342,7 @@ def diff(pair, context):
 
 
 @pytest.mark.parametrize(
-    "script", [BEFORE, AFTER, DDP, FSDP, RESUME], ids=lambda path: path.name
+    "script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name
 )
 def test_a_script_imports_nothing_but_torch(script):
     modules = set()
@@ -299,14 +351,16 @@ def test_a_script_imports_nothing_but_torch(script):
             modules.add(node.module)
         elif isinstance(node, ast.Import):
             modules.update(name.name for name in node.names)
-    known = {"argparse", "contextlib", "gc", "os", "pathlib", "torch"}
-    assert {name.split(".")[0] for name in modules} <= known
+    assert {name.split(".")[0] for name in modules} <= {
+        *sys.stdlib_module_names,
+        "torch",
+    }
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_page_shows_the_diff(pair):
     shown = "\n".join(diff(pair, context=1))
-    assert f"```diff\n{shown}\n```" in PAGE.read_text()
+    assert f"```diff\n{shown}\n```" in PAGES
 
 
 @pytest.mark.parametrize("pair", PAIRS)

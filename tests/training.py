@@ -4,7 +4,7 @@ tools/harness.py starts the processes.
 
     DOUBLE, ENDLESS     flags that many tests use
     small_workload      flags with which an epoch takes a second or two
-    start_stage, run_stage      a stage in forks, or by its launcher
+    start_stage, run_stage      a stage in forks, or by its launcher; `stage_words`
     train, train_in_forks       the same to its end, with what it wrote
     copied, changed, injected   a stage in another folder, as it is or with a fault
     load_stage, stage_args      a stage's script as a module, for its functions
@@ -28,7 +28,6 @@ import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from common import data
 from tools import harness
 from tools.stages import ROOT
 from tools.stages import command
@@ -36,6 +35,7 @@ from tools.stages import features
 
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
 ENDLESS = ("--epochs", "100000")
+DIGITS = 1440  # images for training
 WINDOW = 8  # tokens, of a language model's samples
 
 harness.preloaded += ["tests.training"]
@@ -60,9 +60,9 @@ def missing_for_slurm():
 
 
 # ---- work ----------------------------------------------------------------------------
-# flags: of the data; train, val: targets in an epoch and in the validation set; logits:
-# the shape of the whole validation set's.
-Workload = collections.namedtuple("Workload", "flags train val logits")
+# flags: of the data; train, val: targets in an epoch and in the validation set, one per
+# image and WINDOW per window of a text.
+Workload = collections.namedtuple("Workload", "flags train val")
 
 
 @functools.cache
@@ -71,11 +71,11 @@ def texts():
     return tempfile.TemporaryDirectory()
 
 
-def small_workload(stage, samples=1500):
+def small_workload(stage, samples=DIGITS):
     """Return the Workload of a stage with so many training samples of a few values.
 
-    With 1,500, an epoch has 25 steps. Images are then the digits, and random ones with
-    another number; a text is the beginning of common/text.txt.
+    With as many as there are digits, an epoch has 30 steps, and images are the digits.
+    With another number they are random. A text is the beginning of common/text.txt.
     """
     if "text" in features(stage):
         training = WINDOW * (samples + 1)  # so many fit, wherever the first one begins
@@ -84,22 +84,31 @@ def small_workload(stage, samples=1500):
         path = Path(texts().name, f"{samples}.txt")
         path.write_bytes((ROOT / "common/text.txt").read_bytes()[:size])
         flags = ("--text-file", str(path), "--context-length", str(WINDOW))
-        shape = (windows, 256, WINDOW)
-        return Workload(flags, WINDOW * samples, WINDOW * windows, shape)
-    if samples == 1500:
-        return Workload((), samples, 297, (297, 10))
+        return Workload(flags, WINDOW * samples, WINDOW * windows)
+    if samples == DIGITS:
+        return Workload((), samples, 357)
     flags = ("--data", "fake", "--image-size", "8", "--images", str(samples))
-    images = max(1, samples // 5)
-    return Workload(flags, samples, images, (images, 10))
+    return Workload(flags, samples, max(1, samples // 5))
 
 
 # ---- runs ----------------------------------------------------------------------------
+def stage_words(stage, processes, flags, root=ROOT):
+    """Return a stage's plain command with more flags, as words.
+
+    The precision is float32 unless the flags say otherwise, also where the command that
+    a reader types has --amp, which goes with no --dtype.
+    """
+    words = command(stage, processes, root)
+    full = ("--amp", "off") if "--amp" in words else ()
+    return [*words, *full, *flags]
+
+
 def start_stage(stage, processes, flags, folder, root=ROOT, forks=True, **options):
     """Start a stage's plain command with more flags; return a harness.Job.
 
     root: where its folder is; forks, options: as for `harness.start`.
     """
-    words = [*command(stage, processes, root), *flags]
+    words = stage_words(stage, processes, flags, root)
     return harness.start(words, folder, forks=forks, **options)
 
 
@@ -110,8 +119,7 @@ def run_stage(
 
     Raises harness.CommandError, with what it printed, if it ends with another code.
     """
-    root = options.pop("root", ROOT)
-    words = [*command(stage, processes, root), *flags]
+    words = stage_words(stage, processes, flags, options.pop("root", ROOT))
     options = {"forks": True, **options}
     return harness.run(words, folder, code, seconds, **options)
 
@@ -212,8 +220,7 @@ def load_stage(stage):
 def load_stage_for_vectors(stage):
     """Return a stage's script as a module that takes float vectors for samples."""
     module = load_stage(stage)
-    module.data = types.SimpleNamespace(**vars(data))
-    module.data.normalize = lambda args, vectors: vectors.to(args.dtype)
+    replace_in(module, "data", normalize=lambda vectors, _, dtype: vectors.to(dtype))
     return module
 
 
@@ -226,26 +233,31 @@ def stage_args(module, *flags):
 
 def replace_data(module, train_set, val_set):
     """Have a stage's script, loaded as a module, load these sets instead of its own."""
-    module.data = types.SimpleNamespace(**vars(module.data))
-    module.data.load_data = module.data.load_text = lambda _: (train_set, val_set)
+    replace_in(module, "data", load=lambda *_: (train_set, val_set))
+    replace_in(module, "text", load=lambda *_: (train_set, val_set))
+
+
+def replace_in(module, name, **functions):
+    """Replace functions of what a module knows by a name, if it does; for it alone."""
+    if hasattr(module, name):
+        known = vars(getattr(module, name))
+        setattr(module, name, types.SimpleNamespace(**{**known, **functions}))
 
 
 def train_first_epoch(stage, module, args, model, loader, optimizer, scheduler, scaler):
     """Train by a stage's own function; return the metrics of the epoch.
 
-    It saves no checkpoint, and gets no signal.
+    scaler: without effect on a stage that has no --amp. No checkpoint is saved, and no
+    signal comes.
     """
-    arguments = [args, 1, model, loader, optimizer, scheduler, scaler]
-    parts = (args, loader, model, optimizer, scheduler, scaler)
-    if "sharded_checkpoints" in features(stage):
-        arguments.append(module.ShardedCheckpointer(*parts, group=None))
-    elif "checkpoints" in features(stage):
-        arguments.append(module.Checkpointer(*parts))
-    if "signals" in features(stage):
-        vote = functools.partial(module.cast_vote, args, arguments[-1], [], None)
-        metrics, _ = module.train_one_epoch(*arguments, vote)
-        return metrics
-    return module.train_one_epoch(*arguments)
+    parts = [optimizer, scheduler, scaler]
+    if "checkpoints" in features(stage):
+        parts = [module.AppState(model, *parts)]
+        if "signals" in features(stage):
+            parts.append(lambda: False)
+    elif "amp" not in features(stage):
+        parts.remove(scaler)
+    return module.train_one_epoch(args, 1, model, loader, *parts)
 
 
 def sharded(model):
@@ -263,7 +275,9 @@ class FakeLoader(list):
     """A list of batches, with what a training loop asks of a DataLoader."""
 
     class Dataset(list):
-        """Has a length, and `epoch` can be set."""
+        """Has a length and an epoch."""
+
+        epoch = torch.zeros((), dtype=torch.int64)
 
     def __init__(self, batches):
         super().__init__(batches)

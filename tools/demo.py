@@ -3,8 +3,9 @@
 python -m tools.demo [STAGE ...]
 
 Each stage is launched once, in float64, so that its weights can be compared with those
-of stage 01, and with one thread per process, as torchrun sets it. A language model is
-compared with the first one, which is also trained on one process.
+of stage 01, and with one thread per process, as torchrun sets it. So no stage is run in
+mixed precision. A language model is compared with the first one, which is also trained
+on one process.
 """
 
 import json
@@ -40,6 +41,8 @@ TITLES = [
 def train(stage, processes, out_dir):
     """Train a stage by its own command; return the last row of its metrics.jsonl."""
     command = f"{plain_command(stage, processes)} --dtype float64"
+    if "--amp" in command:
+        command += " --amp off"  # autocast leaves float64 as it is
     if "text" in features(stage):
         command += " --epochs 1"  # of ten seconds; those of the images take two
     print(f"\n{stage}: {command}", flush=True)

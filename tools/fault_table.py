@@ -12,7 +12,7 @@ from tools.stages import span
 from tools.stages import with_feature
 
 PAGE = ROOT / "docs/faults.md"
-HEAD = """# What can go wrong, and what you will see
+HEAD = """# What the stages survive, and what a failure costs
 
 <!-- `make pages` writes this page from the marks of the tests -->
 
@@ -22,26 +22,24 @@ anything. It does so on CPUs with gloo. Where a row speaks of a job, there is a 
 with two nodes, both on one machine. With NCCL, a rank that hangs or dies is reported
 differently: see [when it hangs](../06_slurm/when_it_hangs.ipynb).
 
-*Within* is the limit of the test, on two cores that are busy with other tests, and not
-what you have to wait for. Most of this takes a few seconds. But how long the others
-wait for a rank that hangs is up to `--timeout`, and when a requeued job runs again is
-up to the queue.
+How long the others wait for a rank that hangs is up to `--timeout`. When a requeued job
+runs again is up to the queue. All else takes seconds.
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
 From stage {checkpoints} on, a run resumes from the latest checkpoint in
 `--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
-steps; from stage {signals} on, it also writes one every `--checkpoint-minutes`. From
-stage {sharded_checkpoints} on, a checkpoint is a folder, which all processes write.
+steps. From stage {sharded_checkpoints} on, a checkpoint is a folder, which all
+processes write.
 
-From stage {signals} on, a run that is told to stop takes up to two more steps and
-writes a checkpoint. *Nothing* is lost only if that takes less time than the sender
+From stage {signals} on, a run that is told to stop finishes the step and writes a
+checkpoint. *Nothing* is lost only if that takes less time than the sender
 leaves before it kills the processes: Slurm's `KillWait` (30 s by default) or the
 partition's `GraceTime`, and torchrun's 30 s. Otherwise the steps since the last
 checkpoint are lost.
 
-| stages | what happens | what you see | within | what is lost | test |
-|---|---|---|---|---|---|
+| stages | what happens | what you see | what is lost | test |
+|---|---|---|---|---|
 """
 
 
@@ -74,7 +72,7 @@ def page():
     for row in sorted(faults(), key=lambda row: row["stages"]):
         link = f"[{row['file'][5:-3]}](../tests/{row['file']})"
         cells = [span(row["stages"]), row["what"], row["sees"]]
-        cells += [f"{row['seconds']} s", row["lost"], link]
+        cells += [row["lost"], link]
         rows.append(f"| {' | '.join(cells)} |\n")
     features = ("checkpoints", "signals", "sharded_checkpoints")
     first = {name: registry()[first_with(name)].number for name in features}

@@ -10,6 +10,7 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
                224 px, and resnet18 on 32 px; the language models, with 200 million
                weights
     probe      a step's variants, repeatability, copies and loaders
+    recipes    torch's SyncBatchNorm, which refuses to run on a CPU
 
 It needs torch 2.11 or later, psutil and pytest, but no internet and no Jupyter: run it
 with the Python that has torch. DIR (gpu_results by default) gets what each part prints.
@@ -48,7 +49,7 @@ TESTS = {
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
         *("accumulation", "bad_input", "benchmark", "waits", "fsdp"),
     ),
-    "failures": ("rank_failures", "checkpointer", "resume", "preemption"),
+    "failures": ("rank_failures", "checkpoint", "resume", "preemption"),
 }
 VARIANTS = (
     ("float32", []),
@@ -144,9 +145,10 @@ def train_stages(args, report):
 
     def train(stage, own, out_dir):
         begin = time.perf_counter()
-        done = run(
-            [*command(stage), *flags, *own, "--out-dir", str(out_dir)], RUN_SECONDS
-        )
+        words = [*command(stage), *flags]
+        if "--amp" in words:  # some commands have it, but not every variant
+            words += ["--amp", "off"]
+        done = run([*words, *own, "--out-dir", str(out_dir)], RUN_SECONDS)
         return *done, time.perf_counter() - begin
 
     report(f"{'stage':<22} {'variant':<14} {'exit code':>9} {'s':>6} {'vs first':>9}")
@@ -261,6 +263,16 @@ def probe(args, report):
     return code == 0
 
 
+def run_recipes(_args, report):
+    """Run the recipe of which a part needs a GPU; return whether it ended well."""
+    processes = max(1, torch.cuda.device_count())
+    words = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    code, text = run([*words, "recipes/sync_batchnorm.py"], RUN_SECONDS)
+    report(f"sync_batchnorm, {processes} process(es): exit code {code}")
+    report(text)
+    return code == 0
+
+
 PARTS = {
     "machine": machine,
     "stages": train_stages,
@@ -268,6 +280,7 @@ PARTS = {
     "failures": lambda *args: run_tests("failures", *args),
     "benchmark": benchmark,
     "probe": probe,
+    "recipes": run_recipes,
 }
 
 

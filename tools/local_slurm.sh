@@ -11,6 +11,10 @@
 # the loopback interface only, on three ports ($LOCAL_CLUSTER_PORT, or 16817, and the
 # next two) that are not Slurm's usual ones. Slurm's commands find it through the
 # variable SLURM_CONF, so another Slurm on this machine is neither used nor disturbed.
+#
+# Slurm finds a job's processes by control groups, as on most clusters, or by their
+# parents: LOCAL_CLUSTER_PROCTRACK=cgroup, the default, or linuxproc. The two differ in
+# which processes get a signal. Without control groups (version 1) it uses linuxproc.
 set -euo pipefail
 
 folder=$(realpath -m -- "${LOCAL_CLUSTER:-/run/local_cluster}")
@@ -19,6 +23,12 @@ mark="# written by local_slurm.sh"
 port=${LOCAL_CLUSTER_PORT:-16817}
 # the controller's port, and those of the two nodes
 ports=("$port" $((port + 1)) $((port + 2)))
+# The nodes of two clusters must have different names: the control groups of their jobs
+# are named after node and job, so to cancel a job of one could kill a job of the other.
+node=node
+[ "$port" = 16817 ] || node=node$port-
+freezer=/sys/fs/cgroup/freezer # the control groups that Slurm finds processes by
+tracking=${LOCAL_CLUSTER_PROCTRACK:-cgroup}
 
 fail() {
   echo "local_slurm.sh: error: $*" >&2
@@ -80,7 +90,7 @@ unused() {
 }
 
 stop() {
-  local all
+  local all name
   [ -e "$folder" ] || return 0
   [ "$(stat -c %u "$folder")" = 0 ] || fail "$folder does not belong to root"
   grep -qx "$mark" "$SLURM_CONF" 2>/dev/null ||
@@ -94,6 +104,9 @@ stop() {
   echo "$all" | xargs -r kill 2>/dev/null || true
   await 10 alone || true
   echo "$all" | xargs -r kill -9 2>/dev/null || true # what has not ended is stuck
+  name=$(sed -n 's/^NodeName=\([^[]*\)\[.*/\1/p' "$SLURM_CONF")
+  # Slurm leaves its control groups behind, empty.
+  find "$freezer/slurm_$name"[12] -depth -type d -exec rmdir {} + 2>/dev/null || true
   rm -rf "$folder"
 }
 
@@ -111,15 +124,21 @@ start_munge() {
 }
 
 # The whole configuration. A real cluster's looks like this one, with a NodeName for
-# each kind of machine. In addition it has control groups, accounting, GPUs
+# each kind of machine. In addition it has limits (task/cgroup), accounting, GPUs
 # (GresTypes=gpu, Gres=gpu:4) and a SlurmUser that is not root.
 write_configuration() {
   local host plugin
   host=$(uname -n | cut -d. -f1)
-  # slurmd looks for control groups even if nothing uses them. Many machines, containers
-  # for instance, do not let it have them.
   plugin=cgroup/v1
-  [ "$(slurmd -V | sed 's/.* \([0-9]*\)\..*/\1/')" -lt 24 ] || plugin=disabled
+  if ! grep -q " $freezer cgroup rw" /proc/mounts; then
+    # Many machines, containers for instance, do not let Slurm have any. Until version
+    # 24, slurmd looks for them even if nothing uses them.
+    [ "$(slurmd -V | sed 's/.* \([0-9]*\)\..*/\1/')" -lt 24 ] || plugin=disabled
+    if [ "$tracking" = cgroup ]; then
+      tracking=linuxproc
+      echo "no control groups of version 1 for Slurm here: it uses linuxproc" >&2
+    fi
+  fi
   echo "CgroupPlugin=$plugin" >"$folder/cgroup.conf"
   cat >"$SLURM_CONF" <<EOF
 $mark
@@ -136,8 +155,7 @@ AuthType=auth/munge
 AuthInfo=socket=$folder/munge/socket,cred_expire=10
 # listen on the address of this machine's name, not on all of its addresses
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-# control groups need systemd; without it Slurm finds processes by their parents
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$tracking
 TaskPlugin=task/none
 # jobs share a node; each of its CPUs belongs to one job
 SelectType=select/cons_tres
@@ -145,8 +163,8 @@ SelectTypeParameters=CR_CPU
 # four CPUs per node, whatever the machine has; a node that comes back is used again
 SlurmdParameters=config_overrides
 ReturnToService=2
-# seconds between SIGTERM and SIGKILL
-KillWait=5
+# seconds between SIGTERM and SIGKILL, by default 30: enough to save a checkpoint here
+KillWait=15
 # wait a minute for an answer, not 10 seconds: the machine may be busy with the jobs
 MessageTimeout=60
 # look for jobs that can start every two seconds, not every minute
@@ -159,7 +177,7 @@ SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
 # two nodes, which are both this machine; their names cannot be resolved
-NodeName=node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 \
+NodeName=$node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 \
   Port=[${ports[1]}-${ports[2]}] CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
 # a job in this partition (sbatch --partition=urgent) takes the nodes away from jobs in
@@ -193,14 +211,15 @@ start() {
     install -d -m 755 "$folder" "$folder/state"
     write_configuration
     {
-      start_munge && slurmctld && slurmd -N node1 && slurmd -N node2
+      start_munge && slurmctld && slurmd -N "${node}1" && slurmd -N "${node}2"
     } >"$folder/start.log" 2>&1 </dev/null 9<&- || give_up
     # a node that cannot register at once tries again after 1, 2, 4, ... seconds
     await 120 idle || give_up
     trap - INT TERM
     echo "started"
   fi
-  echo "two nodes, node1 and node2; to use them, type: export SLURM_CONF=$SLURM_CONF"
+  echo "two nodes, ${node}1 and ${node}2; to use them, type:" \
+    "export SLURM_CONF=$SLURM_CONF"
 }
 
 give_up() {
@@ -210,6 +229,8 @@ give_up() {
 }
 
 [ $# = 1 ] || fail "name one of start, status and stop"
+[[ $tracking =~ ^(cgroup|linuxproc)$ ]] ||
+  fail "LOCAL_CLUSTER_PROCTRACK is $tracking, not cgroup or linuxproc"
 [ "$(id -u)" = 0 ] || fail "it needs root; type: sudo bash $0 $1"
 # Only one of these scripts at a time. The lock leaves no file.
 exec 9<"$(dirname "$folder")"

@@ -38,7 +38,6 @@ class Stage:
     """An entry of stages.toml, which says what its values mean."""
 
     name: str
-    title: str
     teaches: str
     teaches_zh: str
     command: str

@@ -1,0 +1,79 @@
+"""README.md and docs/running.md: what they show is in the files, and runs as typed."""
+
+import re
+
+import pytest
+
+from tests.conftest import only_in_sweep
+from tests.training import losses
+from tools import harness
+from tools.stages import ROOT
+
+README = (ROOT / "README.md").read_text()
+RUNNING = (ROOT / "docs/running.md").read_text()
+FOLDER = ROOT / "your_own_script"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+(DIFF,) = [text for kind, text in BLOCK.findall(README) if kind == "diff"]
+(TRY,) = [text for kind, text in BLOCK.findall(README) if kind == "bash"]
+(STAGE, TWO_MACHINES) = [
+    text for kind, text in BLOCK.findall(RUNNING) if kind == "bash"
+]
+# As many as common machines have GPUs.
+PROCESSES = [only_in_sweep(n, unless=n in (2, 8)) for n in (1, 2, 4, 8)]
+
+
+def code(path):
+    """Return the lines of a script, without indentation and comments."""
+    return {line.partition("  #")[0].strip() for line in path.read_text().splitlines()}
+
+
+def test_the_diff_shows_lines_of_both_scripts():
+    before, after = code(FOLDER / "before.py"), code(FOLDER / "after.py")
+    lines = DIFF.splitlines()
+    assert {line[0] for line in lines} == {"+", "-", " "}
+    for line in lines:
+        shown = line[1:].strip()
+        assert shown in after or line[0] == "-", line
+        assert shown in before or line[0] == "+", line
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_the_commands_to_try_work_on_so_many_processes(processes, tmp_path):
+    enter, *commands = TRY.splitlines()
+    assert enter == "cd your_own_script"
+    alone, several = commands
+    assert alone.startswith("python ") and several.startswith("torchrun ")
+    several = several.replace("per-node=2", f"per-node={processes}")
+    (tmp_path / "work").mkdir()
+    for command in (alone, several):
+        words = [FOLDER / w if w.endswith(".py") else w for w in command.split()]
+        where = {"cwd": tmp_path / "work", "CUDA_VISIBLE_DEVICES": ""}
+        done = harness.run(words, tmp_path / "out", forks=True, **where)
+        first, *_, last = losses(done.stdout)
+        assert last < 0.5 * first
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_a_stage_starts_on_so_many_processes(processes, tmp_path):
+    """With the default batch size, which all of these numbers divide."""
+    command = STAGE.strip().replace("per-node=2", f"per-node={processes}")
+    flags = "--device cpu --epochs 2"
+    done = harness.run(f"{command} {flags}", tmp_path, forks=True)
+    first, *_, last = losses(done.stdout)
+    assert last < 0.5 * first
+    assert f"{processes} processes on gloo\n" in done.stdout
+
+
+def test_two_launchers_find_each_other(tmp_path):
+    """The command for two machines, started twice on this one."""
+    endpoint = f"127.0.0.1:{harness.free_port()}"
+    command = TWO_MACHINES.replace("\\\n", " ").replace("FIRST:29500", endpoint)
+    command = command.replace("per-node=4", "per-node=2") + " --device cpu --epochs 1"
+    with (
+        harness.start(command, tmp_path / "a", cwd=ROOT) as one,
+        harness.start(command, tmp_path / "b", cwd=ROOT) as other,
+    ):
+        done = one.wait(), other.wait()
+    assert [each.returncode for each in done] == [0, 0], done
+    printed = "".join(each.stdout for each in done)
+    assert "4 processes on gloo\n" in printed and len(losses(printed)) == 2
