@@ -84,7 +84,7 @@ def evaluate(args, model, loader, device):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--noise", type=float, default=0.02)
@@ -102,7 +102,7 @@ def main():
     else:
         dist.init_process_group("gloo")
 
-    train_set, val_set = make_dataset(3007, seed=1), make_dataset(1001, seed=2)
+    train_set, val_set = make_dataset(3007, seed=1), make_dataset(961, seed=2)
     sampler = DistributedSampler(train_set, drop_last=True)
     local_batch_size = args.batch_size // world_size
     train_loader = DataLoader(

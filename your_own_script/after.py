@@ -88,7 +88,8 @@ def main():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 4)).to(device)
-    torch.manual_seed(rank)  # otherwise every rank draws the same augmentation noise
+    if rank > 0:  # otherwise every rank draws the same noise; rank 0's stays as it was
+        torch.manual_seed(rank)
     # Otherwise every rank trains alone. `model` stays bare, so that the names of the
     # saved weights do not begin with "module.".
     ddp_model = DistributedDataParallel(model)
