@@ -22,6 +22,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+# ---- the lines to copy ---------------------------------------------------------------
+def wrap(model, hook=bf16_compress_hook):  # or fp16_compress_hook
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, hook)  # None: among all ranks
+    return wrapped
+
+
+# ---- the proof -----------------------------------------------------------------------
 STEPS = 20
 
 
@@ -68,9 +77,8 @@ def main():
     one = train(make_model(device), 0, 1, device)
     lines, differences = [], []
     for hook in (None, bf16_compress_hook):
-        model = DistributedDataParallel(make_model(device))
-        if hook:
-            model.register_comm_hook(None, hook)  # None: among all ranks
+        model = make_model(device)
+        model = wrap(model, hook) if hook else DistributedDataParallel(model)
         with Sent() as sent:
             weights = train(model, rank, world_size, device)
         differences.append((weights - one).abs().max().item())

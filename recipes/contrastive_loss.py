@@ -1,10 +1,13 @@
 """How do I compute a contrastive loss (SimCLR, CLIP) over the samples of all GPUs?
 
-Let each rank compute its samples' loss (here CLIP's) against all ranks' embeddings.
-`dist.all_gather` records no graph, so the gradient lacks a sample's effect as another
-one's partner or negative: `Gather` sends it back. Or put the rank's own embeddings
-back, and multiply the loss of all samples (N x N logits on every rank) by the number of
-ranks, as DDP divides by it; a learned temperature's gradient is then too large.
+Let each rank compare its own samples with the embeddings of all (here with CLIP's
+loss). `dist.all_gather` returns them without a gradient, so what a sample does as
+another one's partner or negative is missing: gather with a function that has one, such
+as `Gather`. torch's own, `torch.distributed.nn.functional.all_gather`, is deprecated in
+2.15. All ranks need equally many samples. If you compute the loss of all samples on
+every rank instead, with only the rank's own embeddings in the graph, multiply it by the
+number of ranks, as DDP divides by it; a learned temperature's gradient is then too
+large.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/contrastive_loss.py
 dist.all_gather, local loss: not a multiple of one process's gradient
@@ -20,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 
+# ---- the lines to copy ---------------------------------------------------------------
 class Gather(torch.autograd.Function):
     """Concatenate the tensors of all ranks; gradients flow back to them."""
 
@@ -41,6 +45,7 @@ def gather(tensor):
     return torch.cat(parts)
 
 
+# ---- the proof -----------------------------------------------------------------------
 def put_back(tensor):
     """Concatenate the tensors of all ranks; this rank's keeps its graph."""
     together, first = gather(tensor), dist.get_rank() * len(tensor)

@@ -16,7 +16,7 @@ Type 'up' to get to the frame that called dist.breakpoint(rank=1)
 > [...]breakpoint()
 -> [...]
 (Pdb) up
-> [...]debug_one_rank.py(78)main()
+> [...]debug_one_rank.py(80)main()
 -> dist.breakpoint(rank=faulty)
 (Pdb) p rank, step, samples.isnan().nonzero().tolist()
 (1, 2, [[5, 2]])
@@ -38,15 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def load(step, device):
-    """A stand-in for a data set with a NaN, in step 2 on the last rank."""
-    torch.manual_seed(step)
-    samples = torch.randn(8, 4)
-    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-        samples[5, 2] = float("nan")
-    return samples.to(device)
-
-
+# ---- the lines to copy ---------------------------------------------------------------
 def first_rank_where(condition, device):
     """Return the first rank on which the condition holds, on all ranks; or None.
 
@@ -56,6 +48,16 @@ def first_rank_where(condition, device):
     found = torch.tensor(rank if condition else world_size, device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return None if found == world_size else found.item()
+
+
+# ---- the proof -----------------------------------------------------------------------
+def load(step, device):
+    """A stand-in for a data set with a NaN, in step 2 on the last rank."""
+    torch.manual_seed(step)
+    samples = torch.randn(8, 4)
+    if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+        samples[5, 2] = float("nan")
+    return samples.to(device)
 
 
 def main():

@@ -1,67 +1,66 @@
 """How do I gather predictions of different lengths, in order, within rank 0's memory?
 
-`all_gather` needs every rank's shape in advance, and puts all outputs on every GPU.
-Instead, give rank r the samples r, r + n, r + 2 n and so on, and gather one batch of
-outputs per rank at a time on rank 0, over gloo and from CPU memory. Together these
-batches hold consecutive samples: rank 0 appends them to a file in order, and drops
-them.
+Give rank r the samples r, r + n, r + 2 n and so on. If each sample has one row, such as
+its logits, and the rows of all samples fit on one device, every rank writes its rows
+into a tensor of zeros, and one `reduce` adds them up on rank 0. If they do not fit, or
+the lengths differ, every rank writes a file, and rank 0 reads the files in turn. Opened
+with `mmap=True`, they stay on the disk until a row is read. On several machines the
+files have to be in a folder that all of them share.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/huge_eval_outputs.py
-97 outputs, of 0 to 6 rows
-rank 0 held at most 16 of them at a time
-the file equals one process's outputs, in order: True
+97 rows of logits, gathered in order: equal to one process's
+97 outputs of 0 to 6 rows, merged from 2 files, in order: equal to one process's
 """
 
-import itertools
-import math
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset
-
-SAMPLES, BATCH = 97, 8
 
 
-class Boxes(Dataset):
-    """Sample i has (5 i) mod 7 boxes of four numbers."""
+# ---- the lines to copy: a row per sample, all of them fit ----------------------------
+def gather_rows(rows, indices, total):
+    """Return [total, columns] on rank 0: the rows of all ranks, in the samples' order.
 
-    def __init__(self, indices):
-        self.indices = indices
-
-    def __len__(self):
-        return len(self.indices)
-
-    def __getitem__(self, item):
-        index = self.indices[item]
-        generator = torch.Generator().manual_seed(index)
-        shape = (5 * index % 7, 4)
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    rows: this rank's [n, columns]; indices: their samples, a list of n numbers. On the
+    other ranks the result means nothing.
+    """
+    gathered = rows.new_zeros(total, rows.shape[1])
+    gathered[indices] = rows  # on all other ranks, these rows are zero
+    dist.reduce(gathered, dst=0)
+    return gathered
 
 
-def outputs(model, device, rank=0, world_size=1):
-    """Yield a rank's outputs batch by batch, and the number of rows of each of them."""
-    indices = range(rank, SAMPLES, world_size)
-    for batch in DataLoader(Boxes(indices), batch_size=BATCH, collate_fn=list):
-        # Split later: pickle would send the whole tensor with each of its parts.
-        yield model(torch.cat(batch).to(device)).cpu(), [len(boxes) for boxes in batch]
+# ---- the lines to copy: any lengths, more than memory holds --------------------------
+def save_outputs(outputs, folder, rank):
+    """Write this rank's outputs, a list of [length, columns]; wait for all ranks."""
+    lengths = [len(output) for output in outputs]
+    file = {"rows": torch.cat(outputs).cpu(), "lengths": lengths}
+    torch.save(file, Path(folder, f"rank{rank}.pt"))
+    dist.barrier()
 
 
-def in_order(batches, group):
-    """Gather a batch of each rank; on rank 0, yield the lists of their outputs."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    nothing = torch.empty(0, 3), []  # a rank without a batch takes part, too
-    for _ in range(math.ceil(SAMPLES / (BATCH * world_size))):
-        parts = [None] * world_size if rank == 0 else None
-        dist.gather_object(next(batches, nothing), parts, dst=0, group=group)
-        if rank == 0:
-            parts = [values.split(sizes) for values, sizes in parts]
-            # The first outputs of all ranks, the second ones, and so on.
-            columns = itertools.zip_longest(*parts)
-            yield [one for column in columns for one in column if one is not None]
+def merge_outputs(folder, world_size):
+    """Yield the outputs of all samples in order, one at a time."""
+    paths = [Path(folder, f"rank{rank}.pt") for rank in range(world_size)]
+    files = [torch.load(path, mmap=True) for path in paths]
+    parts = [file["rows"].split(file["lengths"]) for file in files]
+    for index in range(sum(map(len, parts))):
+        yield parts[index % world_size][index // world_size]
+
+
+# ---- the proof -----------------------------------------------------------------------
+SAMPLES = 97
+
+
+def boxes(index):
+    """Return sample `index`, which has (5 index) mod 7 boxes of four numbers."""
+    generator = torch.Generator().manual_seed(index)
+    shape = (5 * index % 7, 4)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def main():
@@ -72,27 +71,32 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo")  # nccl would need the bytes on the GPU
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Linear(4, 3, dtype=torch.float64).to(device).requires_grad_(False)
-    batches = outputs(model, device, rank, world_size)
-    most, lengths = 0, []
-    with tempfile.TemporaryFile() as file:
-        for ordered in in_order(batches, group):
-            most = max(most, len(ordered))
-            lengths += map(len, ordered)
-            file.write(torch.cat(ordered).numpy().tobytes())
-        if rank == 0:
-            file.seek(0)  # the proof, which needs it all
-            written = torch.frombuffer(bytearray(file.read()), dtype=torch.float64)
-            whole, sizes = zip(*outputs(model, device), strict=True)
-            assert lengths == sum(sizes, []) and max(lengths) > min(lengths)
-            assert (written.view(-1, 3) - torch.cat(whole)).abs().max() < 1e-12
-            assert most <= BATCH * world_size
-            print(f"{len(lengths)} outputs, of {min(lengths)} to {max(lengths)} rows")
-            print(f"rank 0 held at most {most} of them at a time")
-            print("the file equals one process's outputs, in order: True")
+    indices = list(range(rank, SAMPLES, world_size))
+    outputs = [model(boxes(index).to(device)) for index in indices]
+    expected = [model(boxes(index).to(device)) for index in range(SAMPLES)]
+
+    logits = torch.stack([output.sum(0) for output in outputs])
+    gathered = gather_rows(logits, indices, SAMPLES)
+    if rank == 0:
+        assert torch.equal(gathered, torch.stack([one.sum(0) for one in expected]))
+        print(f"{SAMPLES} rows of logits, gathered in order: equal to one process's")
+
+    temporary = tempfile.TemporaryDirectory()
+    folder = [temporary.name]  # rank 0's on all ranks
+    dist.broadcast_object_list(folder, src=0)
+    save_outputs(outputs, folder[0], rank)
+    if rank == 0:
+        merged = list(merge_outputs(folder[0], world_size))
+        for ours, theirs in zip(merged, expected, strict=True):
+            assert torch.equal(ours, theirs.cpu())
+        lengths = [len(output) for output in merged]
+        print(
+            f"{len(merged)} outputs of {min(lengths)} to {max(lengths)} rows, merged"
+            f" from {world_size} files, in order: equal to one process's"
+        )
 
 
 if __name__ == "__main__":

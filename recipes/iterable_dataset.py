@@ -1,17 +1,18 @@
 """Why does my IterableDataset return duplicated data with DDP and several workers?
 
-In torch, nothing shards an IterableDataset: a DataLoader accepts no sampler for it, and
-every worker of every rank iterates over all of it. Each worker has to skip the others'
-samples, as `Sharded` does, in an order that is the same in all processes. A rank with
-more batches then waits until the timeout, except under DDP's `join()`: there, a rank
-that has run out joins the others' all-reduces, at the cost of small ones in every step.
+A plain IterableDataset is not sharded: every worker of every rank reads all of it, and
+a DataLoader accepts no sampler for it. Let each worker skip the others' samples, in an
+order that is the same in all processes. Libraries have this built in: Hugging Face's
+`split_dataset_by_node`, WebDataset's `split_by_node`. The ranks can then have different
+numbers of batches. Stop all of them together: the extra batches are lost, and a small
+all-reduce per step tells every rank whether all have a batch.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)
 Sharded: every sample is read 1 time(s)
 read by rank 0: [0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24]
 batches per rank: [7, 6]
-join: 25 samples trained, the same weights on all ranks
+trained together: 6 batches on every rank, the same weights on all
 """
 
 import gc
@@ -27,14 +28,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data import get_worker_info
 
 
-class Stream(IterableDataset):
-    """A stand-in for data of unknown length, such as lines read from files."""
-
-    def __iter__(self):
-        for number in range(25):
-            yield torch.tensor([number], dtype=torch.float64)
-
-
+# ---- the lines to copy ---------------------------------------------------------------
 class Sharded(IterableDataset):
     """Another IterableDataset's samples, each in one worker of one rank only."""
 
@@ -50,13 +44,35 @@ class Sharded(IterableDataset):
         return itertools.islice(self.dataset, reader, None, readers)
 
 
+def batches_that_all_have(loader, device):
+    """Yield a loader's batches for as long as every rank has one."""
+    iterator = iter(loader)
+    while True:
+        batch = next(iterator, None)
+        everybody = torch.tensor(batch is not None, dtype=torch.int32, device=device)
+        dist.all_reduce(everybody, dist.ReduceOp.MIN)
+        if not everybody:
+            return
+        yield batch
+
+
+# ---- the proof -----------------------------------------------------------------------
+class Stream(IterableDataset):
+    """A stand-in for data of unknown length, such as lines read from files."""
+
+    def __iter__(self):
+        for number in range(25):
+            yield torch.tensor([number], dtype=torch.float64)
+
+
 def log(text):
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def from_all_ranks(value):
-    dist.all_gather_object(values := [None] * dist.get_world_size(), value)
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -77,21 +93,23 @@ def main():
         assert reads == dict.fromkeys(range(25), times)
         log(f"{type(dataset).__name__}: every sample is read {times} time(s)")
     log(f"read by rank 0: {[int(sample) for sample in own]}")
-    log(f"batches per rank: {from_all_ranks(len(batches))}")
+    batches_per_rank = from_all_ranks(len(batches))
+    log(f"batches per rank: {batches_per_rank}")
 
     model = nn.Linear(1, 1, dtype=torch.float64, device=device)
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    seen = 0
-    with wrapped.join():
-        for batch in DataLoader(sharded, batch_size=2, num_workers=2):
-            optimizer.zero_grad()
-            wrapped(batch.to(device)).square().mean().backward()
-            optimizer.step()
-            seen += len(batch)
+    steps = 0
+    loader = DataLoader(sharded, batch_size=2, num_workers=2)
+    for batch in batches_that_all_have(loader, device):
+        optimizer.zero_grad()
+        wrapped(batch.to(device)).square().mean().backward()
+        optimizer.step()
+        steps += 1
+    assert set(from_all_ranks(steps)) == {min(batches_per_rank)}
     weights = from_all_ranks([weight.tolist() for weight in model.parameters()])
-    assert sum(from_all_ranks(seen)) == 25 and all(w == weights[0] for w in weights)
-    log("join: 25 samples trained, the same weights on all ranks")
+    assert all(weight == weights[0] for weight in weights)
+    log(f"trained together: {steps} batches on every rank, the same weights on all")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
+
+# ---- the lines to copy ---------------------------------------------------------------
+def make_writer(folder):
+    return SummaryWriter(folder) if dist.get_rank() == 0 else None
+
+
+def log_loss(writer, sums, step):
+    """sums: of the losses, and of the samples, since the last log."""
+    dist.all_reduce(sums)  # not under `if writer`: it waits for all ranks
+    if writer:
+        writer.add_scalar("train/loss", sums[0] / sums[1], step)
+
+
+# ---- the proof -----------------------------------------------------------------------
 wandb = importlib.import_module("wandb") if importlib.util.find_spec("wandb") else None
 
 
@@ -62,15 +76,13 @@ def main():
     temporary = tempfile.TemporaryDirectory()
     folder = [temporary.name]  # rank 0's on all ranks: a second event file would show
     dist.broadcast_object_list(folder, src=0)
-    writer = SummaryWriter(folder[0]) if rank == 0 else None
+    writer = make_writer(folder[0])
     run = wandb.init(dir=folder[0], mode="offline") if wandb and rank == 0 else None
     own, one = [], []
 
     def log(step, sums):
         own.append((sums[0] / sums[1]).item())
-        dist.all_reduce(sums)  # not under `if writer`: it waits for all ranks
-        if writer:
-            writer.add_scalar("train/loss", sums[0] / sums[1], step)
+        log_loss(writer, sums, step)
         if run:
             run.log({"train/loss": sums[0] / sums[1]}, step, commit=True)
 

@@ -27,6 +27,16 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.classification import MulticlassAveragePrecision
 from torchmetrics.classification import MulticlassF1Score
 
+
+# ---- the lines to copy ---------------------------------------------------------------
+def update_and_compute(metric, batches, device):
+    metric.to(device)  # its state is what nccl sends
+    for probabilities, labels in batches:  # of this rank's shard, without padding
+        metric.update(probabilities.to(device), labels.to(device))
+    return metric.compute()  # combines the states of all ranks, which all call it
+
+
+# ---- the proof -----------------------------------------------------------------------
 SAMPLES, CLASSES, BATCH = 97, 3, 16
 
 
@@ -46,13 +56,12 @@ def evaluate(indices, device, **options):
     for kind in (MulticlassF1Score, MulticlassAUROC, MulticlassAveragePrecision):
         # The mean over the classes; for F1, "micro" would be the accuracy.
         metric = kind(CLASSES, average="macro", **options)
-        metric.to(device)  # its state is what nccl sends
-        for batch in torch.tensor(list(indices)).split(BATCH):
-            metric.update(probabilities[batch].to(device), labels[batch].to(device))
+        batches = torch.tensor(list(indices)).split(BATCH)
+        pairs = [(probabilities[batch], labels[batch]) for batch in batches]
+        values.append(update_and_compute(metric, pairs, device).double())
         states = metric.metric_state.values()
         tensors = sum((s if isinstance(s, list) else [s] for s in states), [])
         sizes.append(sum(tensor.nbytes for tensor in tensors))
-        values.append(metric.compute().double())
     return torch.stack(values), sizes
 
 

@@ -7,7 +7,6 @@ step's wait goes to stderr; on a CPU, only the waits without and with workers.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/prefetcher.py
 each way yields the same 12 batches in the same order: True
-with workers, a step waits less than half as long: True
 """
 
 import os
@@ -20,20 +19,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
-BATCHES, LOCAL_BATCH = 12, 8
 
-
-def read(indices):
-    """Return a batch: image i has the value i everywhere, and takes 5 ms to read."""
-    time.sleep(0.005 * len(indices))
-    values = torch.tensor(indices, dtype=torch.float32)
-    return values.view(-1, 1, 1, 1).repeat(1, 3, 160, 160)
-
-
-def copied(loader, device):
-    return (batch.to(device, non_blocking=True) for batch in loader)
-
-
+# ---- the lines to copy ---------------------------------------------------------------
 def prefetched(loader, device):
     """Yield the batches on the device; copy each one while the one before is used."""
     before, stream = None, torch.cuda.Stream() if device.type == "cuda" else None
@@ -54,6 +41,21 @@ def wait_for(batch, end):
         current.wait_event(end)  # otherwise the step may read a half-copied batch
         batch.record_stream(current)  # or its memory is reused while the step reads it
     return batch
+
+
+# ---- the proof -----------------------------------------------------------------------
+BATCHES, LOCAL_BATCH = 12, 8
+
+
+def read(indices):
+    """Return a batch: image i has the value i everywhere, and takes 5 ms to read."""
+    time.sleep(0.005 * len(indices))
+    values = torch.tensor(indices, dtype=torch.float32)
+    return values.view(-1, 1, 1, 1).repeat(1, 3, 160, 160)
+
+
+def copied(loader, device):
+    return (batch.to(device, non_blocking=True) for batch in loader)
 
 
 def epoch(batches):
@@ -80,19 +82,16 @@ def main():
     sampler = DistributedSampler(images, shuffle=False)
     ways = {"no workers": (0, False, copied), "workers": (2, False, copied)}
     ways |= {"pinned memory": (2, gpu, copied), "prefetcher": (2, gpu, prefetched)}
-    waited = {}
     for way, (workers, pinned, batches) in ways.items():
         options = dict(num_workers=workers, pin_memory=pinned, collate_fn=read)
         loader = DataLoader(images, LOCAL_BATCH, sampler=sampler, **options)
-        values, waited[way] = epoch(batches(loader, device))
+        values, waited = epoch(batches(loader, device))
         assert values == list(sampler)
         if rank == 0:
-            found = f"{waited[way]:.1f} ms" if gpu or "workers" in way else "no GPU"
+            found = f"{waited:.1f} ms" if gpu or "workers" in way else "no GPU"
             print(f"{way}, a step's wait for its batch: {found}", file=sys.stderr)
-    assert waited["workers"] < waited["no workers"] / 2
     if rank == 0:
         print(f"each way yields the same {BATCHES} batches in the same order: True")
-        print("with workers, a step waits less than half as long: True")
 
 
 if __name__ == "__main__":

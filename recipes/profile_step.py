@@ -28,6 +28,16 @@ from torch.profiler import profile
 from torch.profiler import schedule
 
 
+# ---- the lines to copy ---------------------------------------------------------------
+def profile_one_step(take_step, path):
+    with profile(schedule=schedule(wait=2, warmup=1, active=1)) as profiler:
+        for _ in range(4):
+            take_step()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+
+
+# ---- the proof -----------------------------------------------------------------------
 def write_trace(path, bucket_cap_mb, device):
     """Take four steps, and write a trace of the last one."""
     torch.manual_seed(0)
@@ -36,12 +46,12 @@ def write_trace(path, bucket_cap_mb, device):
     model = nn.Sequential(*sum(layers, ())).to(device)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     samples = torch.randn(64, 512).to(device)
-    with profile(schedule=schedule(wait=2, warmup=1, active=1)) as profiler:
-        for _ in range(4):
-            wrapped.zero_grad()
-            wrapped(samples).square().mean().backward()
-            profiler.step()
-    profiler.export_chrome_trace(str(path))
+
+    def take_step():
+        wrapped.zero_grad()
+        wrapped(samples).square().mean().backward()
+
+    profile_one_step(take_step, path)
 
 
 def read_trace(path):

@@ -1,14 +1,18 @@
 """A GAN under DDP: "RuntimeError: [...] has been modified by an inplace operation".
 
-Before a forward pass, DDP copies rank 0's buffers (BatchNorm's) to all ranks, and if
-the discriminator was called twice before one backward pass, torch raised this error
-until PyTorch's PR #175851 of 2026. Call backward after each call, and put the first
-call and its backward inside no_sync(): the gradient is still sent once. In the
-generator's step, call the bare discriminator: DDP would all-reduce its gradients, too.
+The discriminator was called twice before one backward pass. Before each call DDP copies
+rank 0's buffers (BatchNorm's) to all ranks, and older versions of torch then raise this
+error; 2.15 does not. Three remedies work with every version: call the discriminator
+once, with real and fake samples together; pass `broadcast_buffers=False` to DDP; or
+call backward after each call, the first time inside `no_sync()`. With the first one
+batch norm normalizes real and fake samples together. In the generator's step, call the
+bare discriminator: otherwise DDP all-reduces its gradients, too.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
-weights after 10 steps equal those of one process
-29840 bytes sent: in each step both gradients, once
+one call: weights after 10 steps equal those of one process
+broadcast_buffers=False: weights after 10 steps equal those of one process
+backward twice: weights after 10 steps equal those of one process
+29840 bytes sent each time: in each step both gradients, once
 """
 
 import contextlib
@@ -21,6 +25,40 @@ from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+# ---- the lines to copy ---------------------------------------------------------------
+def one_call(discriminator, real, fake):
+    on_real, on_fake = discriminator(torch.cat([real, fake])).chunk(2)
+    return softplus(-on_real).mean() + softplus(on_fake).mean()
+
+
+def generator_loss(discriminator, fake):
+    # the bare model, without DDP
+    return softplus(-getattr(discriminator, "module", discriminator)(fake)).mean()
+
+
+# ---- the other two remedies ----------------------------------------------------------
+def two_calls(discriminator, real, fake):
+    """With DDP(discriminator, broadcast_buffers=False).
+
+    In torch 2.15, which still takes that name, it is `forward_sync_buffers=False`.
+    """
+    return softplus(-discriminator(real)).mean() + softplus(discriminator(fake)).mean()
+
+
+def backward_twice(discriminator, real, fake):
+    with getattr(discriminator, "no_sync", contextlib.nullcontext)():
+        softplus(-discriminator(real)).mean().backward()
+    return softplus(discriminator(fake)).mean()  # its backward sends the sum
+
+
+# ---- the proof -----------------------------------------------------------------------
+REMEDIES = {
+    "one call": (one_call, {}),
+    "broadcast_buffers=False": (two_calls, {"broadcast_buffers": False}),
+    "backward twice": (backward_twice, {}),
+}
 
 
 class Sent(TorchDispatchMode):
@@ -44,11 +82,8 @@ def make_networks():
     return pair
 
 
-def train(generator, discriminator, ranks):
+def train(discriminator_loss, generator, discriminator, ranks):
     """Take 10 steps on the samples of these ranks."""
-    n = len(ranks)
-    plain = getattr(discriminator, "module", discriminator)  # without DDP
-    no_sync = getattr(discriminator, "no_sync", contextlib.nullcontext)
     g_optimizer = torch.optim.SGD(generator.parameters(), 0.1)
     d_optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)
     for step in range(10):
@@ -58,16 +93,22 @@ def train(generator, discriminator, ranks):
         for rank in ranks:
             with torch.no_grad():
                 fake = generator(noise[rank])
-            with no_sync():
-                (softplus(-discriminator(real[rank])).mean() / n).backward()
-            (softplus(discriminator(fake)).mean() / n).backward()  # sends the sum
+            discriminator_loss(discriminator, real[rank], fake).backward()
+        average(discriminator, len(ranks))
         d_optimizer.step()
         g_optimizer.zero_grad()
-        plain.requires_grad_(False)  # its own gradient is not needed here
+        discriminator.requires_grad_(False)  # its own gradient is not needed here
         for rank in ranks:
-            (softplus(-plain(generator(noise[rank]))).mean() / n).backward()
-        plain.requires_grad_(True)
+            generator_loss(discriminator, generator(noise[rank])).backward()
+        discriminator.requires_grad_(True)
+        average(generator, len(ranks))
         g_optimizer.step()
+
+
+def average(network, count):
+    """Divide a gradient, which is the sum of so many, as DDP divides it."""
+    for weight in network.parameters():
+        weight.grad /= count
 
 
 def main():
@@ -80,18 +121,26 @@ def main():
         dist.init_process_group("gloo")
     torch.set_default_device(device)
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
-    ours = make_networks()
-    with Sent() as sent:
-        train(*map(DistributedDataParallel, ours), [dist.get_rank()])
-    # One process with all samples, which also normalizes each rank's separately.
-    one = make_networks()
-    train(*one, range(dist.get_world_size()))
-    weights, expected = list(ours.parameters()), list(one.parameters())
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
-    assert sent.bytes == 10 * sum(weight.nbytes for weight in weights)
+    for name, (discriminator_loss, options) in REMEDIES.items():
+        generator, discriminator = ours = make_networks()
+        with Sent() as sent:
+            train(
+                discriminator_loss,
+                DistributedDataParallel(generator),
+                DistributedDataParallel(discriminator, **options),
+                [dist.get_rank()],
+            )
+        # One process with all samples, which also normalizes each rank's separately.
+        one = make_networks()
+        train(discriminator_loss, *one, range(dist.get_world_size()))
+        weights, expected = list(ours.parameters()), list(one.parameters())
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+        assert sent.bytes == 10 * sum(weight.nbytes for weight in weights)
+        if dist.get_rank() == 0:
+            equal = "weights after 10 steps equal those of one process"
+            print(f"{name}: {equal}", flush=True)
     if dist.get_rank() == 0:
-        print("weights after 10 steps equal those of one process")
-        print(f"{sent.bytes} bytes sent: in each step both gradients, once")
+        print(f"{sent.bytes} bytes sent each time: in each step both gradients, once")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 A DataLoader takes one sampler, and a WeightedRandomSampler ignores the ranks: each one
 draws a whole epoch for itself, and with the same seed all of them draw the same. Let
 all ranks make the same draws, from generators with the same seed, and let each take
-every n-th of them, as `Dealt` does for any sampler with a generator. If the number of
-ranks divides the global batch, each global batch is the one of a single process.
+every n-th of them, as `DistributedSamplerWrapper` does for any sampler with a
+generator. If the number of ranks divides the global batch, each global batch is the one
+of a single process.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/weighted_sampler.py
 data set: 900, 90 and 10 samples of the classes 0, 1 and 2
@@ -23,12 +24,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Sampler
 from torch.utils.data import WeightedRandomSampler
 
-GLOBAL_BATCH, DRAWS, SEED = 60, 1200, 0
-LABELS = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
-WEIGHTS = 1 / LABELS.bincount()[LABELS]  # every class is drawn equally often
 
-
-class Dealt(Sampler):
+# ---- the lines to copy ---------------------------------------------------------------
+class DistributedSamplerWrapper(Sampler):
     """The draws of another sampler, dealt out to the ranks one by one."""
 
     def __init__(self, sampler, rank, world_size, seed=0):
@@ -46,6 +44,12 @@ class Dealt(Sampler):
         self.sampler.generator.manual_seed(self.seed + self.epoch)
         draws = list(self.sampler)
         return iter(draws[self.rank :: self.world_size][: len(self)])
+
+
+# ---- the proof -----------------------------------------------------------------------
+GLOBAL_BATCH, DRAWS, SEED = 60, 1200, 0
+LABELS = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+WEIGHTS = 1 / LABELS.bincount()[LABELS]  # every class is drawn equally often
 
 
 def weighted():
@@ -74,7 +78,7 @@ def main():
     assert all(draws == everybody[0] for draws in everybody)
     log(f"not dealt out: {DRAWS} draws per rank, the same on all ranks: True")
 
-    sampler = Dealt(weighted(), rank, world_size, SEED)
+    sampler = DistributedSamplerWrapper(weighted(), rank, world_size, SEED)
     log(f"dealt out: {len(sampler)} draws per rank")
     loader = DataLoader(range(1000), GLOBAL_BATCH // world_size, sampler=sampler)
     drawn = {}

@@ -18,11 +18,11 @@ from torch.utils.data import DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import checkpoint
 from common import data
-from common import launch
 from common import meters
+from common import weights
 from common.args import ArgumentParser
+from common.args import check_batch_size
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
@@ -31,18 +31,24 @@ from common.model import make_model
 
 def parse_args():
     """Parse and check the flags, which are those of common/args.py."""
-    args = ArgumentParser(__doc__).parse_args()
-    launch.check_batch_size(args, hvd.size())
-    return args
+    return ArgumentParser(__doc__).parse_args()
 
 
 def make_loader(args):
     """Return the loader of this process's training batches."""
     if hvd.rank() != 0:
         hvd.barrier()  # rank 0 goes first: otherwise all of them download at once
-    train_set, _ = data.load_data(args)
+    train_set, _ = data.load(
+        args.data,
+        args.data_dir,
+        args.download,
+        args.image_size,
+        args.images,
+        args.seed,
+    )
     if hvd.rank() == 0:
         hvd.barrier()
+    check_batch_size(args.batch_size, hvd.size(), samples=len(train_set))
     # Otherwise the sampler asks torch.distributed, which has no process group here.
     sampler = DistributedSampler(
         train_set,
@@ -56,7 +62,7 @@ def make_loader(args):
         batch_size=args.batch_size // hvd.size(),
         sampler=sampler,
         drop_last=True,
-        **loader_options(args),
+        **loader_options(args.device, args.workers),
     )
 
 
@@ -64,15 +70,16 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    loader.dataset.epoch = epoch
+    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)
-    for images, target in loader:
-        images = data.normalize(args, images.to(args.device, non_blocking=True))
-        target = target.to(args.device, non_blocking=True)
+    for inputs, targets in loader:
+        inputs = inputs.to(args.device, non_blocking=True)
+        inputs = data.normalize(inputs, args.data, args.dtype)
+        targets = targets.to(args.device, non_blocking=True)
         optimizer.zero_grad()
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
-        meter.update(loss, output, target)
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        meter.update(loss, outputs, targets)
         loss.backward()
         optimizer.step()  # waits for the averaged gradients
         scheduler.step()
@@ -84,7 +91,8 @@ def run(args):
     """Train for --epochs, without stage 03's evaluation."""
     loader = make_loader(args)
     torch.manual_seed(args.seed)
-    model = make_model(args, loader.dataset)
+    channels, image_size, _ = loader.dataset[0][0].shape
+    model = make_model(args.arch, channels, loader.dataset.num_classes, image_size)
     # Not args.memory_format: Horovod refuses channels_last ("Tensor is required to be
     # contiguous").
     model.to(args.device, args.dtype)
@@ -94,7 +102,6 @@ def run(args):
         momentum=0.9,
         weight_decay=args.weight_decay,
         nesterov=True,
-        fused=True,
     )
     # Before the scheduler: it must see the optimizer that steps.
     optimizer = hvd.DistributedOptimizer(
@@ -108,7 +115,7 @@ def run(args):
             print(f"epoch {epoch}: train {format_metrics(train)}", flush=True)
             if args.out_dir:
                 args.out_dir.mkdir(parents=True, exist_ok=True)
-                checkpoint.save(model.state_dict(), args.out_dir / "last.pt")
+                weights.save(model.state_dict(), args.out_dir / "last.pt")
 
 
 def main():
