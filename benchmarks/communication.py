@@ -17,39 +17,29 @@ from torch import distributed as dist
 
 from benchmarks import limit
 from benchmarks.report import table
-from common import data
 from common.args import ArgumentParser
 from common.launch import get_device
 
 STEPS = 10
+KINDS = {"bare": "nothing", "in_step": "one number", "ddp": "the gradient"}
 
 
 def main():
     parser = ArgumentParser(__doc__)
     parser.set_defaults(data="fake", image_size=32, images=600, epochs=20)
     args = parser.parse_args()
-    args.device = get_device(args, int(os.environ["LOCAL_RANK"]))
+    args.device = get_device(args.device, int(os.environ["LOCAL_RANK"]))
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-    train_set, _ = data.load_data(args)
+    train_set = limit.load_train_set(args)
     local_batch_size = args.batch_size // dist.get_world_size()
-    steps = limit.make_steps(args, train_set, local_batch_size, with_ddp=True)
-    number = torch.zeros(1, device=args.device)
-
-    def in_step():
-        steps["bare"]()
-        dist.all_reduce(number)
-
-    kinds = {
-        "nothing": steps["bare"],
-        "one number": in_step,
-        "the gradient": steps["ddp"],
-    }
-    seconds = {name: [] for name in kinds}
+    steps = limit.make_steps(args, train_set, local_batch_size, KINDS)
+    seconds = {name: [] for name in KINDS.values()}
     for _ in range(args.epochs):
-        for name, step in kinds.items():
-            seconds[name].append(limit.seconds(args, step, STEPS) / STEPS)
+        for kind, step in steps.items():
+            taken = limit.seconds(args.device, step, STEPS)
+            seconds[KINDS[kind]].append(taken / STEPS)
     rows = []
     for name, taken in seconds.items():
         taken = taken[1:]  # the first window warms up
@@ -61,7 +51,6 @@ def main():
     if dist.get_rank() == 0:
         titles = ["averaged in each step", "ms per step", "least-most", "vs nothing"]
         print("\n".join(table(titles, rows)))
-    kinds.clear()
     steps.clear()  # a DDP object must not outlive the process group
     dist.destroy_process_group()
 

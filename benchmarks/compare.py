@@ -1,10 +1,14 @@
 """Train every stage on the same work, and show how fast each one is, and why.
 
+In the same turns it trains with Accelerate and with Lightning Fabric, if they are
+installed, what the first distributed stage trains.
+
 python -m benchmarks.compare
 python -m benchmarks.compare --image-size 224 --arch resnet50 --batch-size 256  # GPUs
 python -m benchmarks.compare --show benchmarks/two_cores.json
 """
 
+import importlib.util
 import json
 import os
 import platform
@@ -17,11 +21,11 @@ from pathlib import Path
 import torch
 import torchvision
 
+from benchmarks import limit
 from benchmarks.instrument import LAST
 from benchmarks.instrument import variables
 from benchmarks.report import draw
 from benchmarks.report import show
-from common import data
 from common.args import ArgumentParser
 from common.args import existing_file
 from common.args import fail
@@ -50,8 +54,22 @@ WORK = (
     "tf32",
 )
 NAMES = {"off": "float32", "bf16": "bfloat16", "fp16": "float16"}
-LOCAL_BATCH_SIZE = 30  # by default
+LOCAL_BATCH_SIZE = 24  # by default
 STEPS = 10  # of an epoch, by default
+# Programs that train with other libraries what the first distributed stage trains:
+# the package, the program, and the command in front of it.
+LIBRARIES = {
+    "Accelerate": (
+        "accelerate",
+        "recipes/neighbors/accelerate_train.py",
+        "torchrun --standalone --nproc-per-node={processes}",
+    ),
+    "Lightning Fabric": (
+        "lightning_fabric",
+        "recipes/neighbors/fabric_train.py",
+        "fabric run --accelerator={device} --devices={processes} --main-port={port}",
+    ),
+}
 HERE = Path(__file__).resolve().parent
 
 
@@ -133,20 +151,21 @@ def parse_args():
 def num_images(args, batch_size):
     """Return the training images of an epoch: by default, of ten steps."""
     if args.data != "fake":
-        return len(data.load_data(args)[0])
+        return len(limit.load_train_set(args))
     return args.images or STEPS * batch_size
 
 
 def run(words, **environment):
     """Run a command to its end, however long it takes; return what it ended with.
 
-    The number of threads is left to the command. If it fails, so does this program.
+    The number of threads is left to the command, unless `environment` or the
+    environment of this program sets it. If the command fails, so does this program.
     """
-    environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
+    environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
     done = harness.run(words, code=None, seconds=10**6, **environment)
     if done.returncode:
         sys.stderr.write(done.stderr)
-        fail(f"exit code {done.returncode} of: {' '.join(words)}")
+        fail(f"exit code {done.returncode} of: {' '.join(map(str, words))}")
     return done
 
 
@@ -213,7 +232,39 @@ def train_instrumented(stage, processes, flags, limits, steps=None):
     return done.stderr, [json.loads(line) for line in lines], counted
 
 
-def train(args, stage, processes, batch_size, limits="bare"):
+def images_between_steps(args, batch_size, counted):
+    """Return images/s from an epoch's first step to its last, of all but the first.
+
+    So the start of an epoch, the metrics and the evaluation are left out.
+    """
+    images = num_images(args, batch_size) // batch_size * batch_size - batch_size
+    return [images / seconds for seconds in counted.pop("between")[1:]]
+
+
+def train_by_library(args, name, processes, batch_size):
+    """Train with another library; return the row of its rate, as a stage has it."""
+    _, program, launcher = LIBRARIES[name]
+    device = "cuda" if args.device.type == "cuda" else "cpu"
+    launcher = launcher.format(
+        processes=processes, device=device, port=harness.free_port()
+    ).split()
+    if launcher[0] == "fabric":
+        launcher[0] = Path(sys.executable).with_name("fabric")
+    images = num_images(args, batch_size)
+    flags = work(args, WORK, batch_size=batch_size, images=images, dtype="float32")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "counted.json")
+        measured = variables(file, [], images // batch_size)
+        if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+            # as torchrun does; Fabric's launcher: all cores' threads in each process
+            measured["OMP_NUM_THREADS"] = "1"
+        run([*launcher, program, *flags], HF_HOME=folder, **measured)
+        counted = json.loads(file.read_text())
+    rates = images_between_steps(args, batch_size, counted)
+    return {"program": name, "processes": processes, "images_per_s": rates}
+
+
+def train(args, stage, processes, batch_size, limits=("bare",)):
     """Train a stage; return what was measured and what was counted.
 
     A window is an epoch. The ratios compare each with the mean of the windows of the
@@ -231,7 +282,7 @@ def train(args, stage, processes, batch_size, limits="bare"):
     epochs = list(zip(rows, waited, counted.pop("spent"), strict=True))[1:]
     seconds = [row["train"]["seconds"] - spent for row, _, spent in epochs]
     trained = rows[0]["train"]["count"]
-    limit = {name: between(taken) for name, taken in counted.pop("limit").items()}
+    limit = {kind: between(taken) for kind, taken in counted.pop("limit").items()}
     row = {
         "stage": stage,
         "processes": processes,
@@ -247,7 +298,11 @@ def train(args, stage, processes, batch_size, limits="bare"):
             for _, (data, batch), spent in epochs
         ],
         "bytes": [counted.pop("bytes")],
+        "between_steps": images_between_steps(args, batch_size, counted),
     }
+    if "in_step" in limit:
+        pairs = zip(limit["in_step"], seconds, strict=True)
+        row["of_limit_in_step"] = [in_step / s for in_step, s in pairs]
     if "ddp" in limit:
         pairs = zip(limit["bare"], limit["ddp"], strict=True)
         row["communication"] = [1 - bare / ddp for bare, ddp in pairs]
@@ -291,20 +346,29 @@ def measure(args):
             *((args.processes, n) for n in args.batch_sizes if n != args.batch_size),
         ]
     ]
-    measured, counted = {"stages": [], "scaling": []}, {}
+    # With other libraries, what the first stage of several processes trains.
+    compared = [(stage, args.processes, args.batch_size) for stage in several[:1]]
+    libraries = [k for k, v in LIBRARIES.items() if importlib.util.find_spec(v[0])]
+    measured, counted = {"stages": [], "scaling": [], "libraries": []}, {}
     # One after the other in every round, since a machine's speed can drift.
     for number in range(1, args.rounds + 1):
         for stage, processes, size in [*base, *scaled]:
             what = f"{stage}, processes: {processes}, global batch: {size}"
             report_progress(f"round {number}: {what}")
             in_scaling = stage in several[:1]
-            limits = "ddp" if in_scaling and processes > 1 else "bare"
+            limits = ["bare"] + ["in_step"] * (processes > 1)
+            limits += ["ddp"] * (in_scaling and processes > 1)
             row, counts = train(args, stage, processes, size, limits)
             if (stage, processes, size) in base:
                 measured["stages"].append(row)
                 counted[stage] = counts
             if in_scaling:
                 measured["scaling"].append(row)
+            if (stage, processes, size) in compared:
+                for name in libraries:
+                    report_progress(f"round {number}: {name}, processes: {processes}")
+                    row = train_by_library(args, name, processes, size)
+                    measured["libraries"].append(row)
     return {
         "machine": machine(args),
         "work": {name: str(getattr(args, name)) for name in (*WORK, "rounds", "amp")},

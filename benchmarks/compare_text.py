@@ -27,13 +27,13 @@ from benchmarks.report import counted_table
 from benchmarks.report import rate
 from benchmarks.report import table
 from benchmarks.report import versus
-from common import data
-from common import launch
+from common import text
 from common.args import TextArgumentParser
+from common.args import check_batch_size
 from common.args import existing_file
 from common.args import positive_int
 from common.args import writable_file
-from common.model import GPT
+from common.gpt import GPT
 from tools.stages import features
 from tools.stages import with_feature
 
@@ -52,7 +52,7 @@ WORK = (
     "tf32",
     "amp",
 )
-KEEP = "--keep-unsharded"  # the stages with shards run without it and with it
+KEEP = "--no-reshard-after-forward"  # the stages with shards run without it and with it
 
 
 def parse_args():
@@ -96,11 +96,11 @@ def parse_args():
     devices = gpus or os.cpu_count()
     args.processes = args.processes or [n for n in (1, 2, 4, 8) if n <= devices]
     for processes in args.processes:
-        launch.check_batch_size(args, processes)
+        check_batch_size(args.batch_size, processes, samples=args.batch_size)
     if args.epochs < 2:
         parser.error("--epochs must be at least 2, since the first warms up")
     if args.text_file:
-        train_set, _ = data.load_text(args)
+        train_set, _ = text.load(args.text_file, args.context_length, args.seed)
         if len(train_set) // args.batch_size < LAST + 1:
             parser.error(
                 f"--text-file {args.text_file}: an epoch needs at least {LAST + 1}"

@@ -21,7 +21,6 @@ from benchmarks.report import table
 from common import data
 from common.args import ArgumentParser
 from common.loader import loader_options
-from common.model import make_model
 
 
 def parse_args():
@@ -56,7 +55,7 @@ class Probe:
         return ArgumentParser("").parse_args(words)
 
     def stepper(
-        self, arch, size, batch_size, bf16=False, fused=True, channels_last=True
+        self, arch, size, batch_size, bf16=False, fused=False, channels_last=True
     ):
         """Return a model and a function that takes optimizer steps on one batch."""
         args = self.flags(
@@ -68,14 +67,13 @@ class Probe:
             memory_format="channels_last" if channels_last else "contiguous",
         )
         args.amp = "bf16" if bf16 else "off"
-        train_set, _ = data.load_data(args)
-        images, target = train_set.__getitems__(list(range(batch_size)))
-        images = data.normalize(args, images.to(self.device))
+        train_set = limit.load_train_set(args)
+        inputs, targets = train_set.__getitems__(list(range(batch_size)))
+        inputs = data.normalize(inputs.to(self.device), args.data, args.dtype)
         torch.manual_seed(0)
-        model = make_model(args, train_set)
-        model.to(self.device, memory_format=args.memory_format)
-        target = target.to(self.device)
-        step = limit.make_step(args, model, images, target, fused=fused)
+        model = limit.make_network(args, train_set)
+        targets = targets.to(self.device)
+        step = limit.make_step(args, model, inputs, targets, fused=fused)
 
         def take(steps, wait=False):
             for _ in range(steps):
@@ -98,13 +96,13 @@ BACKENDS = ("tf32", "deterministic", "benchmark")
 STEPS = {
     "float32, as the stages": {},
     "contiguous": {"channels_last": False},
-    "not fused": {"fused": False},
+    "fused": {"fused": True},
     "not deterministic": {"deterministic": False},
     "not deterministic, cudnn.benchmark": {"deterministic": False, "benchmark": True},
     "TF32": {"tf32": True},
     "bf16": {"bf16": True},
     "bf16, contiguous": {"bf16": True, "channels_last": False},
-    "bf16, not fused": {"bf16": True, "fused": False},
+    "bf16, fused": {"bf16": True, "fused": True},
     "bf16, not deterministic": {"bf16": True, "deterministic": False},
     "bf16, a wait per step": {"bf16": True, "wait": True},
 }
@@ -202,14 +200,10 @@ def loaders(probe):
         works = {"fake": (32, 40, 8), "cifar10": (32, 40, 8)}
     for name, (size, images, batch_size) in works.items():
         for workers in (0, 1) if probe.dry_run else (0, 2, 8):
-            args = probe.flags(
-                image_size=size, images=images, batch_size=batch_size, workers=workers
-            )
-            train_set, _ = data.load_data(args)
-            if name == "cifar10":
-                held = (train_set.images, train_set.labels)
-                train_set = data.ImagesInMemory(*held, 10, padding=4)
-            options = loader_options(args)
+            made, _ = data.random_images(images, size, seed=0)
+            padding = 4 if name == "cifar10" else 0
+            train_set = data.ImagesInMemory(*made, 10, padding)
+            options = loader_options(probe.device, workers)
             sampler = RandomSampler(train_set)
             loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
             rates = []

@@ -19,7 +19,6 @@ from torchvision.transforms.v2 import functional
 
 from benchmarks.report import table
 from common import data
-from common.args import ArgumentParser
 from common.args import positive_int
 from common.loader import collate
 
@@ -42,9 +41,8 @@ def images_per_second(train_set, images):
 
 def in_memory(images, size, padding):
     """Return a set of random images; with `padding` they are cropped and flipped."""
-    words = ["--data", "fake", "--images", str(images), "--image-size", str(size)]
-    made, _ = data.load_data(ArgumentParser("").parse_args([*words, "--batch-size=1"]))
-    return data.ImagesInMemory(made.images, made.labels, 10, padding)
+    made, _ = data.random_images(images, size, seed=0)
+    return data.ImagesInMemory(*made, 10, padding)
 
 
 def jpeg_files(folder, images):
@@ -63,8 +61,7 @@ def jpeg_files(folder, images):
         pixels = functional.to_pil_image(torch.from_numpy(image))
         pixels.save(folder / "train/class" / f"{number}.jpg", quality=90)
     pixels.save(folder / "val/class/0.jpg")
-    words = ["--data", "imagefolder", "--data-dir", str(folder), "--batch-size", "1"]
-    train_set, _ = data.load_data(ArgumentParser("").parse_args(words))
+    train_set, _ = data.load("imagefolder", folder)
     return train_set
 
 

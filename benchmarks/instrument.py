@@ -7,14 +7,15 @@ in torch's public hooks, above all the one that follows an optimizer step.
 
 In the first epoch, which warms up, the processes count the collectives per step and the
 bytes that one of them gives to them, the times that Python waits for the device, and
-the memory. After the last step of every epoch all of them take a window of the limit
+the memory. After the last step of every epoch all of them take a window of each limit
 (limit.py) of as many steps, so each epoch but the first has one shortly before and one
 shortly after it. The script's clock goes on meanwhile: the seconds that this takes are
-among the results, and compare.py subtracts them.
+among the results, and compare.py subtracts them. A program with another library has no
+windows, and is compared by the time from its first step to its last.
 
-To measure memory there are no windows. The memory is then what a process takes beyond
-its imports, in two steps in which the C library gives back what is freed: otherwise the
-peak is that of its heap, which the order of the sizes decides.
+To measure memory there are no windows either. The memory is then what a process takes
+beyond its imports, in two steps in which the C library gives back what is freed:
+otherwise the peak is that of its heap, which the order of the sizes decides.
 """
 
 import ctypes
@@ -32,9 +33,9 @@ import torch
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import limit
-from common import data
 from common import launch
 from tools.counting import Collectives
 from tools.counting import Waits
@@ -47,8 +48,8 @@ FIRST, LAST = 2, 7  # counted from the end of one step to the end of the other
 def variables(path, limits, steps=None):
     """Return the variables of the environment that have a command's processes measure.
 
-    path: the file to which rank 0 writes the results, as JSON; limits: "bare", "ddp" to
-    take windows with DDP, too, or "memory"; steps: of an epoch, if there are windows.
+    path: the file to which rank 0 writes the results, as JSON; limits: the kinds of
+    windows to take, as for limit.make_steps, or "memory"; steps: of an epoch.
     """
     paths = [ROOT / "benchmarks/startup", ROOT, os.environ.get("PYTHONPATH")]
     wanted = {"path": str(path), "limits": limits, "steps": steps}
@@ -63,10 +64,11 @@ def install(path, limits, steps):
 
     The results: `bytes`, the peak at the end of step LAST; `gpu_bytes`, or None;
     `waits_per_step`; `per_step`, {collective: {"calls", "bytes"}}. With windows also
-    `limit`, {"bare" or "ddp": the seconds of each}, and `spent`, the seconds that each
-    epoch's windows took with all around them. For memory, `bytes_of_steps`.
+    `limit`, {kind: the seconds of each}, and `spent`, the seconds that each epoch's
+    windows took with all around them. `between`: those from the end of an epoch's first
+    step to the end of its last. For memory, `bytes_of_steps`.
     """
-    results = {"limit": {}, "spent": []}
+    results = {"limit": {}, "spent": [], "between": []}
 
     def write():
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -75,7 +77,7 @@ def install(path, limits, steps):
     if limits == "memory":
         measure_memory(results)
     else:
-        take_windows(results, write, steps, with_ddp=limits == "ddp")
+        take_windows(results, write, steps, limits)
     count_steps(results, write)
 
 
@@ -85,10 +87,29 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+class WaitsForDevice(Waits):
+    """Counts the same, except that AdamW reads how many steps it has taken.
+
+    It keeps that number for each weight, in a tensor that is on the CPU even if the
+    weight is on a GPU.
+    """
+
+    numbers = frozenset()
+
+    def find_numbers(self, optimizer, *_):
+        states = optimizer.state.values()
+        self.numbers = {id(state["step"]) for state in states if "step" in state}
+
+    def note(self, operation, args, result):
+        if not args or id(args[0]) not in self.numbers:
+            super().note(operation, args, result)
+
+
 def count_steps(results, write):
     """Have this process count what happens between the steps FIRST and LAST."""
-    waits, collectives = Waits(), Collectives()
+    waits, collectives = WaitsForDevice(), Collectives()
     steps = LAST - FIRST
+    register_optimizer_step_pre_hook(waits.find_numbers)
 
     def begin():
         waits.__enter__()
@@ -129,39 +150,50 @@ def measure_memory(results):
     between_steps(FIRST, LAST, note, lambda: None)
 
 
-def take_windows(results, write, steps, with_ddp):
+def take_windows(results, write, steps, kinds):
     """Have this process take a window of each limit after the last step of an epoch."""
     count = itertools.count(1)
-    kinds = {}  # name of a limit: function that takes a step
+    windows = {}  # kind of a limit: function that takes a step
     in_window = False
+    first = None  # when the first step of this epoch ended
 
     def after_step(optimizer, *_):
-        nonlocal in_window
+        nonlocal in_window, first
         if in_window:  # it is a step of the limit's own optimizer
             return
         number = next(count)
+        if number % steps == 1:
+            first = time.perf_counter()
         if number % steps:
             return
-        in_window = True
-        args = runpy.run_path(sys.argv[0])["parse_args"]()  # the stage's flags
-        args.device = optimizer.param_groups[0]["params"][0].device
-        limit.synchronize(args)  # what the stage has begun is its own work
+        device = optimizer.param_groups[0]["params"][0].device
+        limit.synchronize(device)  # what the script has begun is its own work
         begin = time.perf_counter()
-        if not kinds:
-            train_set, _ = data.load_data(args)
-            processes = dist.get_world_size() if dist.is_initialized() else 1
-            size = args.batch_size // processes
-            kinds.update(limit.make_steps(args, train_set, size, with_ddp))
-            for step in kinds.values():
-                limit.seconds(args, step, 2)  # warms up
-        for name, step in kinds.items():
-            taken = limit.seconds(args, step, steps)
-            results["limit"].setdefault(name, []).append(taken)
-        if number == steps * args.epochs:
-            kinds.clear()  # a DDP object must not outlive the process group
-            gc.collect()
+        results["between"].append(begin - first)
+        in_window = True
+        if kinds:
+            args = runpy.run_path(sys.argv[0])["parse_args"]()  # the stage's flags
+            args.device = device
+            if not windows:
+                windows.update(make_windows(args, kinds))
+            for kind, step in windows.items():
+                taken = limit.seconds(device, step, steps)
+                results["limit"].setdefault(kind, []).append(taken)
+            if number == steps * args.epochs:
+                windows.clear()  # a DDP object must not outlive the process group
+                gc.collect()
         results["spent"].append(time.perf_counter() - begin)
         write()
         in_window = False
 
     register_optimizer_step_post_hook(after_step)
+
+
+def make_windows(args, kinds):
+    """Return {kind: a function that takes a step of that limit}, warmed up."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    train_set = limit.load_train_set(args)
+    windows = limit.make_steps(args, train_set, args.batch_size // processes, kinds)
+    for step in windows.values():
+        limit.seconds(args.device, step, 2)
+    return windows

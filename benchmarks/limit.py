@@ -1,8 +1,8 @@
 """The limit: a model's forward, backward and step on one batch on the device.
 
 Nothing is loaded, normalized, metered, checked or evaluated here. With several
-processes there is a second limit, with DistributedDataParallel: the difference between
-the two is communication.
+processes there are more limits: the same in processes that wait for each other once a
+step, as every distributed training has to, and the same with DistributedDataParallel.
 """
 
 import contextlib
@@ -18,7 +18,29 @@ from common.loader import collate
 from common.model import make_model
 
 
-def make_step(args, model, images, target, fused=True):
+def load_train_set(args):
+    """Return the training set that the flags of a stage ask for."""
+    train_set, _ = data.load(
+        args.data,
+        args.data_dir,
+        args.download,
+        args.image_size,
+        args.images,
+        args.seed,
+    )
+    return train_set
+
+
+def make_network(args, train_set):
+    """Return the model that a stage trains on these images, on its device."""
+    channels, image_size, _ = train_set[0][0].shape
+    model = make_model(
+        args.arch, channels, train_set.num_classes, image_size, args.pretrained
+    )
+    return model.to(args.device, args.dtype, memory_format=args.memory_format)
+
+
+def make_step(args, model, inputs, targets, fused=False):
     """Return a function that takes one optimizer step on a batch on the device.
 
     With --grad-accum-steps it runs as many forward and backward passes as the stage. It
@@ -38,8 +60,8 @@ def make_step(args, model, images, target, fused=True):
     micro_batches = getattr(args, "grad_accum_steps", 1)
     parts = list(
         zip(
-            images.tensor_split(micro_batches),
-            target.tensor_split(micro_batches),
+            inputs.tensor_split(micro_batches),
+            targets.tensor_split(micro_batches),
             strict=True,
         )
     )
@@ -47,11 +69,11 @@ def make_step(args, model, images, target, fused=True):
 
     def step():
         optimizer.zero_grad()
-        for number, (inputs, labels) in enumerate(parts, start=1):
+        for number, (part, labels) in enumerate(parts, start=1):
             last = number == micro_batches
             sync = contextlib.nullcontext() if last else no_sync()
             with sync, torch.autocast(args.device.type, dtype, enabled=amp != "off"):
-                loss = nn.functional.cross_entropy(model(inputs), labels)
+                loss = nn.functional.cross_entropy(model(part), labels)
             scaler.scale(loss / micro_batches).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -60,38 +82,43 @@ def make_step(args, model, images, target, fused=True):
     return step
 
 
-def make_steps(args, data_set, local_batch_size, with_ddp):
-    """Return {"bare": a function that takes a step} and, if `with_ddp`, "ddp", too."""
+def make_steps(args, data_set, local_batch_size, kinds):
+    """Return {kind: a function that takes a step} for each of `kinds`.
+
+    "bare" is the model alone; "in_step" averages one number over the processes after
+    each step, so that each waits for the slowest; "ddp" averages the gradient.
+    """
     loader = DataLoader(data_set, local_batch_size, collate_fn=collate)
-    images, target = next(iter(loader))
-    images = data.normalize(args, images.to(args.device))
-    target = target.to(args.device)
+    inputs, targets = next(iter(loader))
+    inputs = data.normalize(inputs.to(args.device), args.data, args.dtype)
+    targets = targets.to(args.device)
+    bare = make_step(args, make_network(args, data_set), inputs, targets)
+    number = torch.zeros(1, device=args.device)
 
-    def model():
-        made = make_model(args, data_set)
-        return made.to(args.device, args.dtype, memory_format=args.memory_format)
+    def in_step():
+        bare()
+        dist.all_reduce(number)
 
-    models = {"bare": model()}
-    if with_ddp:
-        models["ddp"] = nn.parallel.DistributedDataParallel(model())
-    return {
-        name: make_step(args, model, images, target) for name, model in models.items()
-    }
+    steps = {"bare": bare, "in_step": in_step}
+    if "ddp" in kinds:
+        model = nn.parallel.DistributedDataParallel(make_network(args, data_set))
+        steps["ddp"] = make_step(args, model, inputs, targets)
+    return {kind: steps[kind] for kind in kinds}
 
 
-def synchronize(args):
+def synchronize(device):
     """Wait for this process's GPU, if it has one, and then for the other processes."""
-    if args.device.type == "cuda":
-        torch.cuda.synchronize(args.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     if dist.is_initialized():
         dist.barrier()
 
 
-def seconds(args, step, steps):
+def seconds(device, step, steps):
     """Return the seconds that all processes, started together, need for `steps`."""
-    synchronize(args)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):
         step()
-    synchronize(args)
+    synchronize(device)
     return time.perf_counter() - begin

@@ -61,7 +61,7 @@ def stages_table(result):
     device = result["work"]["device"]
     gpus = any(counted["gpu_bytes"] for counted in result["counted"].values())
     titles = ["stage", "processes", "device", "precision", "images/s", "least-most"]
-    titles += ["of limit", versus(first), "loading", "evaluation s"]
+    titles += ["of limit", "in step", versus(first), "loading", "evaluation s"]
     titles += ["GPU MiB" if gpus else "MiB"]
     rows = []
     for row in result["stages"]:
@@ -69,6 +69,8 @@ def stages_table(result):
         memory = counted["gpu_bytes"] if gpus else row["bytes"]["most"]
         cells = [row["stage"], str(row["processes"]), device, row["precision"]]
         cells += [*rate(row["images_per_s"]), ratio(row["of_limit"])]
+        in_step = row.get("of_limit_in_step")  # of several processes
+        cells += [ratio(in_step) if in_step else ""]
         cells += [
             "" if row is first else compared(row["images_per_s"], first["images_per_s"])
         ]
@@ -88,6 +90,19 @@ def scaling_table(result):
         cells = [str(row["processes"]), str(row["batch_size"])]
         cells += [*rate(row["images_per_s"]), ratio(row["of_limit"])]
         rows.append([*cells, communication(row)])
+    return table(titles, rows)
+
+
+def libraries_table(result):
+    """Return the rates with other libraries, beside that of the stage they repeat."""
+    processes = result["libraries"][0]["processes"]
+    stage = next(row for row in result["stages"] if row["processes"] == processes)
+    ours = stage["between_steps"]
+    rows = [[stage["stage"], str(processes), *rate(ours), ""]]
+    for row in result["libraries"]:
+        cells = [row["program"], str(processes), *rate(row["images_per_s"])]
+        rows.append([*cells, compared(row["images_per_s"], ours)])
+    titles = ["program", "processes", "images/s", "least-most", versus(stage)]
     return table(titles, rows)
 
 
@@ -135,7 +150,8 @@ def show(result):
         "of limit: each epoch's images/s divided by those of the mean of two windows of"
         " nothing but",
         "forward, backward and step, just before and just after it, by the same"
-        " processes.",
+        " processes;",
+        "in step: the same, by processes that wait for each other once a step.",
         *evaluation_line(result),
     ]
     if result["scaling"]:
@@ -143,6 +159,13 @@ def show(result):
             "",
             f"Scaling of {result['scaling'][0]['stage']}:",
             *scaling_table(result),
+        ]
+    if result["libraries"]:
+        lines += [
+            "",
+            "The same training with other libraries, from an epoch's first step to its"
+            " last:",
+            *libraries_table(result),
         ]
     lines += [
         "",
