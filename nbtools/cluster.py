@@ -16,12 +16,16 @@ NO_CLUSTER = "(no cluster here: not run)"
 running = False
 
 
-def start():
+def start(tracking=None):
     """Start the cluster, unless it is running, and let Slurm's commands find it.
 
     Where it cannot be started, say why; then `run` and `submit` only print that. It is
     stopped when this process ends, unless it was running before. The logs of jobs go to
     $WORK/slurm-NUMBER.out.
+
+    tracking: how Slurm has to find the processes of a job, cgroup or linuxproc. Then a
+    cluster that this process has started is stopped first, and one that does it the
+    other way is not used.
     """
     global running
     folder = Path(os.environ.get("LOCAL_CLUSTER", "/run/local_cluster"))
@@ -33,6 +37,10 @@ def start():
     owner = folder / "started_by"
     if owner.exists() and not psutil.pid_exists(int(owner.read_text())):
         script("stop")  # another notebook's, which has just ended
+    if tracking:
+        os.environ["LOCAL_CLUSTER_PROCTRACK"] = tracking
+        if owner.exists() and int(owner.read_text()) == os.getpid():
+            script("stop")
     started = script("start")
     running = started.returncode == 0
     if started.stdout.startswith("started"):
@@ -50,6 +58,10 @@ def start():
             start_new_session=True,
         )
     print(*(started.stdout or started.stderr).splitlines()[:1])
+    if running and tracking:
+        running = f"proctrack/{tracking}\n" in (folder / "slurm.conf").read_text()
+        if not running:
+            print(f"(no cluster with proctrack/{tracking} here: not run)")
 
 
 def script(what):

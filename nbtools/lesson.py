@@ -100,9 +100,9 @@ def show_file(name):
     print((ROOT / name).read_text(), end="")
 
 
-def show(stage, section):
-    """Print one section of a stage's script."""
-    print("\n".join(sections(stage)[section]))
+def show(name, section):
+    """Print one section of a stage's script, or of a file named by its path."""
+    print("\n".join(sections(name)[section]))
 
 
 def diff(before, after, section):

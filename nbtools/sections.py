@@ -1,4 +1,4 @@
-"""The sections of a stage's script, which its banners divide. Imports nothing large."""
+"""The sections of a script, which its banners divide. Imports nothing large."""
 
 from pathlib import Path
 
@@ -7,12 +7,14 @@ BANNER = "# ---- "
 HEAD = "docstring and imports"
 
 
-def sections(stage):
-    """Return {title: lines} of a stage's script, in its own order, without banners.
+def sections(name):
+    """Return {title: lines} of a script, in its own order, without banners.
 
+    name: a stage, for its train.py, or the path of a file in the repository.
     The part above the first banner is HEAD. No section ends with a blank line.
     """
-    text = (ROOT / stage / "train.py").read_text()
+    path = ROOT / name
+    text = (path / "train.py" if path.is_dir() else path).read_text()
     head, *others = text.split(f"\n{BANNER}")
     found = {HEAD: head.rstrip().splitlines()}
     for section in others:

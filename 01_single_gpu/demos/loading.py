@@ -1,9 +1,10 @@
-"""What a DataLoader's workers do, with samples that each take 20 ms to load.
+"""Who loads the batches, how far ahead, and what a worker sees of the data set.
 
-python 01_single_gpu/demos/loading.py
+python 01_single_gpu/demos/loading.py workers|epochs|ahead|draws
 """
 
 import os
+import sys
 import time
 
 import torch
@@ -11,61 +12,82 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset
 
 
-class SlowSamples(Dataset):
-    """Each sample sleeps, and says which process loaded it, and in which epoch."""
+class Samples(Dataset):
+    """A sample is: the process that loads it, two epochs that it sees, and a draw."""
 
-    def __init__(self, n):
-        self.loaded = torch.zeros(n, dtype=torch.bool).share_memory_()
+    def __init__(self):
         self.epoch = 0
+        self.shared_epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.loaded = torch.zeros(160, dtype=torch.bool).share_memory_()
 
     def __len__(self):
         return len(self.loaded)
 
     def __getitem__(self, index):
-        time.sleep(0.02)  # it reads a file, say, and decodes an image
         self.loaded[index] = True
-        return os.getpid(), self.epoch
+        return os.getpid(), self.epoch, self.shared_epoch.item(), torch.rand(())
 
 
-def seconds(workers):
-    """Return how long 12 batches take after the first, with 100 ms of training each."""
-    loader = DataLoader(SlowSamples(104), batch_size=8, num_workers=workers)
-    batches = iter(loader)
-    next(batches)  # workers take a moment to start
-    start = time.perf_counter()
-    for _ in batches:
-        time.sleep(0.1)
-    return time.perf_counter() - start
+def columns(loader):
+    """Return the samples of an epoch, column by column."""
+    return [torch.cat(parts) for parts in zip(*loader, strict=True)]
 
 
-def three_epochs(persistent):
-    """Return how many workers there were, and the epoch that the last one saw."""
-    samples = SlowSamples(8)
-    loader = DataLoader(samples, num_workers=2, persistent_workers=persistent)
-    workers = set()
-    for epoch in (1, 2, 3):
-        samples.epoch = epoch
-        for pid, seen in loader:
-            workers.add(pid.item())
-            epoch_seen = seen.item()
-    return len(workers), epoch_seen
+def who_loads():
+    for workers in (0, 2):
+        pids, *_ = columns(DataLoader(Samples(), batch_size=8, num_workers=workers))
+        pids = set(pids.tolist())
+        ours = os.getpid() in pids
+        name = "the training process" if ours else f"{len(pids)} other processes"
+        print(f"num_workers={workers}: the batches are loaded by {name}")
 
 
-def batches_ahead(factor):
-    """Return how many batches have been loaded when the first is being trained on."""
-    samples = SlowSamples(160)
-    batches = iter(DataLoader(samples, 8, num_workers=2, prefetch_factor=factor))
-    next(batches)
-    time.sleep(2)
-    return samples.loaded.sum().item() // 8 - 1
+def three_epochs():
+    for persistent in (False, True):
+        samples = Samples()
+        options = {"num_workers": 2, "persistent_workers": persistent}
+        loader = DataLoader(samples, batch_size=8, **options)
+        all_pids = set()
+        for epoch in (1, 2, 3):
+            samples.epoch = epoch
+            samples.shared_epoch.fill_(epoch)
+            pids, epochs, shared_epochs, _ = columns(loader)
+            all_pids.update(pids.tolist())
+        print(f"persistent_workers={persistent}: {len(all_pids)} workers in 3 epochs;")
+        print(f"    in the third they see epoch={epochs[0]}", end=", ")
+        print(f"shared_epoch={shared_epochs[0]}")
 
+
+def batches_ahead():
+    for factor in (2, 4):
+        samples = Samples()
+        loader = DataLoader(samples, 8, num_workers=2, prefetch_factor=factor)
+        batches = iter(loader)
+        next(batches)  # the batch that is being trained on
+        ahead = 2 * factor
+        while samples.loaded.sum() < 8 * (1 + ahead):
+            time.sleep(0.1)
+        time.sleep(1)  # enough to load more, if the workers did
+        assert samples.loaded.sum() == 8 * (1 + ahead)
+        print(f"num_workers=2, prefetch_factor={factor}: {ahead} batches are waiting")
+
+
+def random_numbers():
+    drawn = []
+    for workers in (1, 2):
+        torch.manual_seed(0)
+        *_, draws = columns(DataLoader(Samples(), batch_size=8, num_workers=workers))
+        drawn.append(draws)
+    same = drawn[0].equal(drawn[1])
+    print(f"the same seed with 1 and with 2 workers gives the same draws: {same}")
+
+
+SHOW = {
+    "workers": who_loads,
+    "epochs": three_epochs,
+    "ahead": batches_ahead,
+    "draws": random_numbers,
+}
 
 if __name__ == "__main__":
-    ratio = seconds(workers=0) / seconds(workers=2)
-    assert ratio > 1.5, ratio
-    print("2 workers instead of 0: more than 1.5 times as fast")
-    for persistent in (False, True):
-        workers, epoch = three_epochs(persistent)
-        print(f"persistent_workers={persistent}: {workers} processes in 3 epochs,")
-        print(f"    which see samples.epoch = {epoch} in the third")
-    print(f"2 workers, prefetch_factor=2: {batches_ahead(2)} more batches are loaded")
+    SHOW[sys.argv[1]]()

@@ -1,6 +1,6 @@
-"""A training run in which nothing is seeded: no two of them are alike.
+"""A small training run. Nothing in it is seeded, unless it is given a seed.
 
-python 01_single_gpu/demos/unseeded.py FILE
+python 01_single_gpu/demos/unseeded.py FILE [SEED]
 """
 
 import sys
@@ -16,18 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main():
+    if len(sys.argv) > 2:
+        torch.manual_seed(int(sys.argv[2]))
     digits = np.load(ROOT / "common/digits.npz")
     images = torch.from_numpy(digits["images"]).float().reshape(-1, 64) / 16
     labels = torch.from_numpy(digits["labels"]).long()
-    train_set = TensorDataset(images[:1500], labels[:1500])
+    train_set = TensorDataset(images[:1440], labels[:1440])
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, target in DataLoader(train_set, batch_size=60, shuffle=True):
+    for inputs, targets in DataLoader(train_set, batch_size=48, shuffle=True):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), target).backward()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    answers = model(images[1500:]).argmax(dim=1)
-    accuracy = (answers == labels[1500:]).double().mean().item()
+    answers = model(images[1440:]).argmax(dim=1)
+    accuracy = (answers == labels[1440:]).double().mean().item()
     print(f"validation accuracy: {accuracy:.2%}")
     torch.save({"weights": model[0].weight.detach(), "answers": answers}, sys.argv[1])
 

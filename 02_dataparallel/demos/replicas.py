@@ -1,25 +1,21 @@
-"""What happens to a model in one forward pass of nn.DataParallel, on a CPU.
+"""Do on a CPU what nn.DataParallel does on GPUs, and compare the training.
 
 python 02_dataparallel/demos/replicas.py
 
-nn.DataParallel makes replicas on GPUs only. Here two replicas are made on the CPU, with
-the method of nn.Module that torch calls for it (torch/nn/parallel/replicate.py).
+nn.DataParallel makes replicas of a model on GPUs only. Here they are made on the CPU,
+with the method of nn.Module that torch calls for it (torch/nn/parallel/replicate.py).
 """
+
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-class Net(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-        self.linear = nn.Linear(3, 1)
-        self.batches_seen = 0
-
-    def forward(self, x):
-        self.batches_seen += 1
-        return self.linear(self.norm(x))
+from common import data
+from common.model import make_model
 
 
 def replicate(module, copy):
@@ -29,38 +25,62 @@ def replicate(module, copy):
         setattr(replica, name, replicate(child, copy))
     tensors = {**module._parameters, **module._buffers}
     for name, tensor in tensors.items():
-        setattr(replica, name, copy(tensor))
+        setattr(replica, name, None if tensor is None else copy(tensor))
     return replica
 
 
-def data_parallel(model, batch):
-    """Do what nn.DataParallel does in a forward pass on two GPUs."""
-    on_gpu_0 = replicate(model, lambda tensor: tensor)  # shares the model's tensors
-    on_gpu_1 = replicate(model, torch.clone)  # gradients flow back through the copy
-    first, second = batch.chunk(2)
-    return torch.cat([on_gpu_0(first), on_gpu_1(second)])
+def data_parallel(model, inputs, gpus):
+    """Return the model's outputs, computed as nn.DataParallel does on so many GPUs."""
+    outputs = []
+    for gpu, part in enumerate(inputs.chunk(gpus)):
+        # GPU 0's replica shares the model's tensors. The others get copies, through
+        # which the gradients flow back to the model.
+        replica = replicate(model, torch.clone if gpu else lambda tensor: tensor)
+        outputs.append(replica(part))
+    return torch.cat(outputs)
+
+
+def batch_of(train_set, indices):
+    inputs, targets = train_set.__getitems__(indices.tolist())
+    return data.normalize(inputs, "digits", torch.float64), targets
+
+
+def gradient(train_set, size, gpus):
+    """Return the gradient of one batch, of `size` images."""
+    torch.manual_seed(0)
+    model = make_model("small", channels=1, num_classes=10, image_size=8).double()
+    inputs, targets = batch_of(train_set, torch.arange(size))
+    outputs = data_parallel(model, inputs, gpus) if gpus else model(inputs)
+    nn.functional.cross_entropy(outputs, targets).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def weights_after_one_epoch(train_set, gpus):
+    torch.manual_seed(0)
+    model = make_model("small", channels=1, num_classes=10, image_size=8).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for indices in torch.randperm(len(train_set)).split(48):
+        inputs, targets = batch_of(train_set, indices)
+        optimizer.zero_grad()
+        outputs = data_parallel(model, inputs, gpus) if gpus else model(inputs)
+        nn.functional.cross_entropy(outputs, targets).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def main():
-    torch.manual_seed(0)
-    batch = torch.randn(8, 3, dtype=torch.float64)
-
-    model = Net(nn.Identity()).double()
-    data_parallel(model, batch).square().mean().backward()
-    split = model.linear.weight.grad.clone()
-    model.zero_grad()
-    model(batch).square().mean().backward()
-    assert (split - model.linear.weight.grad).abs().max() < 1e-10
-    print("gradients: those of the whole batch")
-
-    model = Net(nn.BatchNorm1d(3, momentum=1.0)).double()
-    for _ in range(3):
-        data_parallel(model, batch)
-    print(f"batches seen, as the model counts them: {model.batches_seen}")
-    mean = model.norm.running_mean
-    assert torch.allclose(mean, batch[:4].mean(dim=0))
-    assert not torch.allclose(mean, batch.mean(dim=0))
-    print("batch norm's running mean: that of GPU 0's half of the batch")
+    train_set, _ = data.load("digits")
+    print("largest difference between 4 replicas and the bare model")
+    for size in (48, 61):
+        parts = " + ".join(str(len(part)) for part in torch.arange(size).chunk(4))
+        whole, split = (gradient(train_set, size, gpus) for gpus in (0, 4))
+        apart = (whole - split).abs().max()
+        print(f"gradient of a batch of {parts} images: {apart:.0e}")
+        assert apart < 1e-10
+    whole, split = (weights_after_one_epoch(train_set, gpus) for gpus in (0, 4))
+    apart = (whole - split).abs().max()
+    print(f"weights after an epoch: {apart:.0e}")
+    assert apart < 1e-10
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Rank 1 fails in step 3, in the way that the first argument names.
 
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/rank_fails.py label
+python 03_ddp_launch/demos/rank_fails.py label --spawn
 """
 
 import argparse
 import atexit
 import os
 import signal
+import tempfile
 import time
 from datetime import timedelta
 
@@ -28,8 +30,8 @@ def fail(how, labels):
         time.sleep(3600)
 
 
-def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
+def main(args, **where):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout), **where)
     rank = dist.get_rank()
     # Processes take a while to end: loggers, loader workers. Here one takes longest.
     atexit.register(time.sleep, 12 if rank == args.slow_rank else 2)
@@ -43,12 +45,23 @@ def main():
         dist.all_reduce(model.weight.grad)  # rank 0 waits here for rank 1
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("how", choices=("label", "memory", "kill", "hang"))
-parser.add_argument("--record", action="store_true", help="decorate main with @record")
-parser.add_argument("--slow-rank", type=int, default=0, help="takes longest to end")
-parser.add_argument("--timeout", type=float, default=1800, help="in seconds")
-args = parser.parse_args()
-if args.record:
-    main = record(main)
-main()
+def spawned(rank, args, folder):
+    """Be a process that mp.spawn started."""
+    main(args, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("how", choices=("label", "memory", "kill", "hang"))
+    parser.add_argument("--record", action="store_true", help="main with @record")
+    parser.add_argument("--slow-rank", type=int, default=0, help="takes longest to end")
+    parser.add_argument("--timeout", type=float, default=1800, help="in seconds")
+    parser.add_argument("--spawn", action="store_true", help="start the processes")
+    args = parser.parse_args()
+    if args.record:
+        main = record(main)
+    if args.spawn:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(spawned, (args, folder), nprocs=2)
+    else:
+        main(args)

@@ -1,6 +1,9 @@
 """Print what DDP's all-reduce carries: in float32, under autocast, and compressed.
 
 torchrun --standalone --nproc-per-node=2 05_amp/demos/all_reduce_bytes.py
+
+bf16_compress_wrapper(noting) does what bf16_compress_hook does, around a hook that
+looks.
 """
 
 import torch

@@ -31,7 +31,8 @@ def main():
     dist.all_gather_object(nodes, node)
     if rank == 0:
         print(f"{size} processes, {dist.get_backend()}, on", *nodes)
-    for numbers in (1000, 100_000, 10_000_000):
+    # 1 GB at last on GPUs: less takes too little time to measure a fast network
+    for numbers in (1000, 100_000, 250_000_000 if cuda else 10_000_000):
         tensor = torch.full((numbers,), float(rank), device=device)
         dist.all_reduce(tensor)  # the first one connects, so it is not timed
         assert (tensor == size * (size - 1) / 2).all(), "a wrong sum"

@@ -12,20 +12,20 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
-images, target = torch.randn(1001, 8) + 1, torch.arange(1001) % 3
+inputs, targets = torch.randn(1001, 8) + 1, torch.arange(1001) % 3
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
 # One batch in training mode: each rank updates its running statistics with its own.
-model(images[500 * rank : 500 * rank + 20])
+model(inputs[500 * rank : 500 * rank + 20])
 model.eval()
 
 for broadcast in (False, True):
     for buffer in model.buffers() if broadcast else ():
         dist.broadcast(buffer, src=0)
-    output, labels = model(images[rank::2]), target[rank::2]
-    loss = nn.functional.cross_entropy(output, labels, reduction="sum")
+    outputs = model(inputs[rank::2])
+    loss = nn.functional.cross_entropy(outputs, targets[rank::2], reduction="sum")
     dist.all_reduce(loss)
     if rank == 0:
-        alone = nn.functional.cross_entropy(model(images), target)
+        alone = nn.functional.cross_entropy(model(inputs), targets)
         name = "broadcast first" if broadcast else "no broadcast"
         print(f"{name:15}: loss {loss / 1001:.5f},", end=" ")
         print(f"rank 0's model on the whole set {alone:.5f}")

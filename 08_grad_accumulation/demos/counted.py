@@ -26,13 +26,13 @@ accumulate_gradients = runpy.run_path(str(STAGE / "train.py"))["accumulate_gradi
 
 
 def main():
-    args = SimpleNamespace(data="digits", batch_size=60, seed=0, dtype=torch.float32)
-    args.arch, args.pretrained = "resnet18", False
-    args.device, args.amp = torch.device("cpu"), "off"
-    train_set, _ = data.load_data(args)
-    batch = train_set.__getitems__(list(range(60)))
+    args = SimpleNamespace(data="digits", dtype=torch.float32, amp="off")
+    args.device = torch.device("cpu")
+    train_set, _ = data.load("digits")
+    batch = train_set.__getitems__(list(range(48)))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    model = make_model(args, train_set).train()
+    model = make_model("resnet18", channels=1, num_classes=10, image_size=8).train()
+    model.to(memory_format=torch.channels_last)  # as the images are
     gradient = sum(weight.nbytes for weight in model.parameters())
     sent = []
 
@@ -54,7 +54,7 @@ def main():
         sent.clear()
         kept = most_kept(model, lambda step=step: accumulate_gradients(*step))
         line = f"{args.grad_accum_steps:13}  {no_sync:>7}  {sum(sent) / gradient:27.0f}"
-        print(f"{line}  {sum(sent) / 2**20:4.0f}  {kept:9.0f}")
+        print(f"{line}  {sum(sent) / 2**20:4.0f}  {kept:9.1f}")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 torchrun --standalone --nproc-per-node=2 08_grad_accumulation/demos/tokens.py
 """
 
-import contextlib
 import gc
 
 import torch
 import torch.distributed as dist
+from loss_per_token import PADDING
+from loss_per_token import accumulate
 from torch import nn
 
-PADDING = -100  # where there is no token to predict: cross_entropy leaves these out
 # The lengths of the sequences: two micro-batches of two sequences on each rank.
 LENGTHS = [[[3, 9], [30, 2]], [[5, 40], [8, 8]]]
 
@@ -23,15 +23,28 @@ def make_micro_batch(lengths):
     return tokens, targets
 
 
-def count(micro_batch):
-    return (micro_batch[1] != PADDING).sum().item()
-
-
-def summed_loss(model, micro_batch):
+def mean_loss(model, micro_batch):
+    """Return the mean over a micro-batch's tokens."""
     tokens, targets = micro_batch
     logits = model(tokens).flatten(0, 1)
-    loss = nn.functional.cross_entropy
-    return loss(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
+    return nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=PADDING)
+
+
+def count(*micro_batches):
+    return sum((targets != PADDING).sum() for _, targets in micro_batches)
+
+
+def by_micro_batch(ddp, micro_batches):
+    """Average the micro-batches' means; DDP averages those of the ranks."""
+    for one in micro_batches:
+        (mean_loss(ddp, one) / len(micro_batches)).backward()
+
+
+def by_rank(ddp, micro_batches):
+    """Take the mean over this rank's tokens; DDP averages the ranks' means."""
+    for one in micro_batches:
+        weight = count(one) / count(*micro_batches).double()
+        (mean_loss(ddp, one) * weight).backward()
 
 
 def gradient(model):
@@ -39,43 +52,29 @@ def gradient(model):
 
 
 def main():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     batches = [[make_micro_batch(one) for one in shard] for shard in LENGTHS]
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).double()
 
     # The right answer: all sequences on one process, the mean over all their tokens.
     everything = [one for shard in batches for one in shard]
-    loss = sum(summed_loss(model, one) for one in everything)
-    (loss / sum(map(count, everything))).backward()
+    loss = sum(mean_loss(model, one) * count(one) for one in everything)
+    (loss / count(*everything).double()).backward()
     wanted = gradient(model)
 
     ddp = nn.parallel.DistributedDataParallel(model)
-    mine = batches[rank]
-    own = torch.tensor(sum(map(count, mine)))
-    total = own.clone()
-    dist.all_reduce(total)  # once per step: the tokens of all ranks
-    own, total = own.item(), total.item()
-
-    # What each micro-batch's summed loss is multiplied by.
     ways = {
-        "mean per micro-batch, divided by N": [
-            1 / count(one) / len(mine) for one in mine
-        ],
-        "sum, divided by the rank's tokens": [1 / own] * len(mine),
-        "sum, divided by all ranks' tokens": [world_size / total] * len(mine),
+        "mean per micro-batch, divided by N": by_micro_batch,
+        "sum, divided by the rank's tokens": by_rank,
+        "sum, divided by all ranks' tokens": accumulate,
     }
-    errors = []
-    for name, factors in ways.items():
+    for name, way in ways.items():
         ddp.zero_grad()
-        for n, (one, factor) in enumerate(zip(mine, factors, strict=True), start=1):
-            with contextlib.nullcontext() if n == len(mine) else ddp.no_sync():
-                loss = summed_loss(ddp, one) * factor
-            loss.backward()
-        errors.append(((gradient(model) - wanted).norm() / wanted.norm()).item())
-        if rank == 0:
-            print(f"{name:34}: gradient off by {errors[-1]:.0e}")
-    assert errors[2] < 1e-12 < 1e-3 < min(errors[:2])
+        way(ddp, batches[dist.get_rank()])
+        error = ((gradient(model) - wanted).norm() / wanted.norm()).item()
+        if dist.get_rank() == 0:
+            print(f"{name:34}: gradient off by {error:.0e}")
+        assert (error < 1e-12) == (way is accumulate)
 
 
 if __name__ == "__main__":

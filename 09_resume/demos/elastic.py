@@ -1,16 +1,19 @@
-"""A run on one or two machines: one of them dies, and later it joins again.
+"""A run on one or two machines: one of them dies.
 
-python 09_resume/demos/elastic.py FOLDER
+python 09_resume/demos/elastic.py FOLDER B
+python 09_resume/demos/elastic.py FOLDER A
+python 09_resume/demos/elastic.py FOLDER A store_apart
 
-Two launchers on this machine stand for the machines A and B. In step 12 all of B is
-killed, its launcher and its rank. In step 32 B is started again. FOLDER gets the
+Two launchers on this machine stand for the machines A and B. In step 12 the machine
+that is named is killed, its launcher and its rank. If the run survives that, the
+machine is started again once the other one has taken step 32 alone. A's launcher has
+the launchers' store, or, with store_apart, this program has. FOLDER gets the
 checkpoints and the weights.
 """
 
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,23 +26,23 @@ SCRIPT = "09_resume/train.py"
 # By default a machine may be silent for three times 5 s, and the others wait 30 s for
 # more machines. Here it is three times 2 s, and 10 s.
 COMMAND = f"""\
-torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 \\
+torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=1 \\
   --rdzv-id=elastic --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:PORT \\
   --rdzv-conf=keep_alive_interval=2,last_call_timeout=10 --local-addr=127.0.0.1 \\
   {SCRIPT} --device cpu --epochs 2 --dtype float64 \\
   --checkpoint-every 5 --checkpoint-dir FOLDER/checkpoints --out-dir FOLDER/out"""
 
 
-def start(machine, port, folder):
-    """Start a launcher; its ranks run this file instead of the script."""
+def start(port, folder, has_store, **variables):
+    """Start a machine's launcher; its rank runs this file instead of the script."""
     command = COMMAND.replace("PORT", str(port)).replace("FOLDER", str(folder))
     command = command.replace(SCRIPT, f"{__file__} {folder}")
-    # Both are on the endpoint's machine, so say which of them has the store.
-    is_host = f"--rdzv-conf=is_host={int(machine == 'A')},"
+    # All are on the endpoint's machine, so say which of them has the store.
+    is_host = f"--rdzv-conf=is_host={int(has_store)},"
     command = command.replace("--rdzv-conf=", is_host).replace("\\\n", "")
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]],
-        env={**os.environ, "MACHINE": machine},
+        env={**os.environ, **variables},
     )
 
 
@@ -49,30 +52,38 @@ def train(folder):
 
     def after_step(*_):
         steps.append(1)
-        if os.environ["MACHINE"] == "B, which dies" and len(steps) == 12:
+        if "DIES" in os.environ and len(steps) == 12:
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         if dist.get_world_size() == 1 and len(steps) == 22:
-            (folder / "A has trained alone").touch()
+            (folder / "trained alone").touch()
             time.sleep(600)  # until its launcher ends this rank
 
     register_optimizer_step_post_hook(after_step)
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
-def main(folder):
+def main(folder, victim, store_apart):
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"$ {COMMAND}", flush=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    a = start("A", port, folder)
-    b = start("B, which dies", port, folder)
-    print("B: killed by signal", -b.wait(), flush=True)
-    while a.poll() is None and not (folder / "A has trained alone").exists():
+    print(f"on A and on B:\n$ {COMMAND}", flush=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not store_apart:
+        del store  # A's launcher makes one at this port
+    jobs = {}
+    for machine in "AB":
+        dies = {"DIES": "1"} if machine == victim else {}
+        has_store = machine == "A" and not store_apart
+        jobs[machine] = start(port, folder, has_store, **dies)
+    print(f"{victim}: killed by signal {-jobs.pop(victim).wait()}", flush=True)
+    (other,) = jobs.values()
+    alone = folder / "trained alone"
+    while other.poll() is None and not alone.exists():
         time.sleep(0.1)
-    print("B: started again", flush=True)
-    b = start("B", port, folder)
-    sys.exit(a.wait() or b.wait())
+    if other.poll() is None:
+        print(f"{victim}: started again, with the same command", flush=True)
+        jobs[victim] = start(port, folder, has_store=False)
+    sys.exit(max(job.wait() for job in jobs.values()))
 
 
 if __name__ == "__main__":
@@ -81,4 +92,4 @@ if __name__ == "__main__":
         sys.argv[0] = SCRIPT
         train(folder)
     else:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), sys.argv[2], "store_apart" in sys.argv[3:])

@@ -1,6 +1,6 @@
 """A training run in one process, resumed from checkpoints that lack something.
 
-25 steps an epoch on the digits: a network with dropout, SGD with momentum, and a
+30 steps an epoch on the digits: a network with dropout, SGD with momentum, and a
 learning rate that warms up.
 """
 
@@ -18,7 +18,7 @@ from common.lr_schedule import warmup_cosine
 
 (IMAGES, LABELS), _ = data.digits()
 IMAGES = IMAGES.flatten(1) / 255
-EPOCH, STEPS, INTERRUPTED = 25, 200, 90
+EPOCH, STEPS, INTERRUPTED = 30, 200, 80
 CASES = ("scheduler", "momentum", "position", "random state", "nothing")
 
 
@@ -33,8 +33,8 @@ class Run:
 
     def take_step(self):
         epoch, place = divmod(self.step, EPOCH)
-        order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
-        batch = order[60 * place : 60 * place + 60]
+        order = torch.randperm(1440, generator=torch.Generator().manual_seed(epoch))
+        batch = order[48 * place : 48 * place + 48]
         output = self.model(IMAGES[batch])  # dropout asks torch for random numbers
         loss = nn.functional.cross_entropy(output, LABELS[batch])
         self.optimizer.zero_grad()
@@ -68,7 +68,7 @@ def resume(state, forgets):
 def train(forgets=None):
     """Return two lists: the learning rate in each step, and the weights after it.
 
-    With one of CASES, the run is interrupted after step 90 and resumed.
+    With one of CASES, the run is interrupted after step 80 and resumed.
     """
     run, rates, weights = Run(), [None] * STEPS, [None] * STEPS
     interrupted = INTERRUPTED if forgets else None

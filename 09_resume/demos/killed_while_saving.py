@@ -2,7 +2,7 @@
 
 python 09_resume/demos/killed_while_saving.py FOLDER
 
-Twenty processes use torch.save(state, path), and twenty common/checkpoint.py.
+Twenty processes use torch.save(state, path), and twenty common/weights.py.
 """
 
 import os
@@ -16,10 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import checkpoint
+from common import weights
 
 state = {"weights": torch.randn(2_000_000)}
-for name, save in (("torch.save", torch.save), ("checkpoint.save", checkpoint.save)):
+for name, save in (("torch.save", torch.save), ("weights.save", weights.save)):
     readable = 0
     for number in range(20):
         path = f"{sys.argv[1]}/{name}-{number}.pt"
@@ -31,7 +31,7 @@ for name, save in (("torch.save", torch.save), ("checkpoint.save", checkpoint.sa
         os.kill(child, signal.SIGKILL)
         os.wait()
         try:
-            checkpoint.load(path)
+            weights.load(path)
             readable += 1
         except ValueError:
             pass

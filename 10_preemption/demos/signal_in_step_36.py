@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node=2 10_preemption/demos/signal_in_step_36.py \
 TERM 10_preemption/train.py --device cpu --epochs 2
 
-TERM goes to the last rank and its loader's workers. USR1 goes to every process that
-srun started: to torchrun and to all ranks.
+TERM goes to the last rank and its loaders' workers. USR1 goes to torchrun, which under
+Slurm is the task that srun has started.
 """
 
 import os
@@ -24,15 +24,11 @@ def after_step(*_):
     if len(steps) != 36 or int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
         return
     this = psutil.Process()
-    if name == "TERM":
-        members = [*this.children(), this]
-    else:
-        members = [this.parent(), *this.parent().children()]
-    for member in members:
-        # a program of its own sends it: workers ask whether their rank was the sender
-        psutil.Popen(["kill", f"-{name}", str(member.pid)]).wait()
-    if name == "USR1":
-        time.sleep(600)  # a launcher that dies of it ends this process meanwhile
+    members = [this, *this.children()] if name == "TERM" else [this.parent()]
+    # a program of its own sends it: workers ask whether their rank was the sender
+    psutil.Popen(["kill", f"-{name}", *(str(member.pid) for member in members)]).wait()
+    # for what the signal does to others: a worker or a launcher that it ends
+    time.sleep(1 if name == "TERM" else 600)
 
 
 register_optimizer_step_post_hook(after_step)

@@ -5,7 +5,6 @@ python 11_gpt/demos/leak.py right|unshifted|unmasked
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -13,8 +12,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import load_text
-from common.model import GPT
+from common import text
+from common.gpt import GPT
 
 STEPS, WINDOWS, CONTEXT_LENGTH = 300, 32, 8
 
@@ -30,13 +29,14 @@ def all_at_once(model, tokens, target, way="right"):
     """Return the mean loss over all positions, as training has it."""
     if way == "unshifted":
         target = tokens
-    return nn.functional.cross_entropy(model(tokens), target)
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def byte_by_byte(model, tokens, target):
     """Return the mean loss when the model gets only the bytes before the target."""
     losses = [
-        nn.functional.cross_entropy(model(tokens[:, :n])[:, :, -1], target[:, n - 1])
+        nn.functional.cross_entropy(model(tokens[:, :n])[:, -1], target[:, n - 1])
         for n in range(1, CONTEXT_LENGTH + 1)
     ]
     return torch.stack(losses).mean()
@@ -47,10 +47,7 @@ def train(way):
     wrong = attend_to_all if way == "unmasked" else attention
     with mock.patch.object(nn.functional, "scaled_dot_product_attention", wrong):
         torch.manual_seed(0)
-        args = SimpleNamespace(
-            text_file=None, context_length=CONTEXT_LENGTH, batch_size=WINDOWS, seed=0
-        )
-        train_set, val_set = load_text(args)
+        train_set, val_set = text.load(None, CONTEXT_LENGTH)
         model = GPT(256, CONTEXT_LENGTH, width=32).double()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(STEPS):

@@ -12,9 +12,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.model import GPT
+from common.gpt import GPT
 
-WINDOWS, CONTEXT_LENGTH, DEPTH = 60, 32, 2
+WINDOWS, CONTEXT_LENGTH, DEPTH = 48, 32, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -45,7 +45,8 @@ def tokens_per_second(width):
 
     def step():
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        logits = model(tokens).flatten(0, 1)
+        nn.functional.cross_entropy(logits, tokens.flatten()).backward()
         optimizer.step()
 
     step()

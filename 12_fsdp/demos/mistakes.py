@@ -16,21 +16,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.model import GPT
-from common.model import generate
+from common.gpt import GPT
+from common.gpt import generate
 
 
 # ---- what they share -----------------------------------------------------------------
-def make(seed=0, model=GPT):
+def make(seed=0, model=GPT, depth=4):
     """Return a small GPT."""
     torch.manual_seed(seed)
-    return model(256, 32, width=64, depth=4)
+    return model(256, 32, width=64, depth=depth)
 
 
 def make_mesh():
@@ -38,19 +40,21 @@ def make_mesh():
     return dist.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def shard(model):
+def shard(model, reshard_after_forward=True, **options):
     """Shard each block, then the weights that are in no block; return the model."""
     mesh = make_mesh()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=reshard_after_forward, **options
+        )
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def get_loss(model):
     """Return the loss on this rank's tokens; each rank has different ones."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(256, (4, 32), generator=generator)
-    return nn.functional.cross_entropy(model(tokens), tokens)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def train_step(model, optimizer):
@@ -90,21 +94,45 @@ def make_adamw(model):
 
 
 def optimizer():
-    tell("AdamW made           loss in 4 steps          weights updated  AdamW, bytes")
-    for made in ("before fully_shard", "after fully_shard", "after an evaluation"):
-        model = make()
-        if made == "before fully_shard":
-            adamw = make_adamw(model)  # the mistake
-            shard(model)
-        elif made == "after fully_shard":
-            shard(model)
-            adamw = make_adamw(model)
-        else:
-            shard(model)
-            with torch.no_grad():
-                get_loss(model)
-            adamw = make_adamw(model)  # the same mistake
-        report(made, model, adamw)
+    tell("AdamW made            loss in 4 steps          weights updated  AdamW, bytes")
+    model = make()
+    adamw = make_adamw(model)  # the mistake
+    report("before fully_shard", shard(model), adamw)
+
+    model = shard(make())
+    report("after fully_shard", model, make_adamw(model))
+
+    model = shard(make())
+    evaluate(model)
+    report("after an evaluation", model, make_adamw(model))  # the same mistake
+
+    model = shard(make(), reshard_after_forward=False)
+    evaluate(model)
+    report("  without resharding", model, make_adamw(model))  # the same mistake
+
+
+def evaluate(model):
+    with torch.no_grad():
+        get_loss(model)
+
+
+def reshard_first():
+    """The cure: reshard all that an evaluation has left whole."""
+    model = shard(make(), reshard_after_forward=False)
+    evaluate(model)
+    model.reshard()
+    tell(f"whole after model.reshard(): {count_plain(model)} of 53 weights")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    tell(f"whole after reshard() of each FSDP module: {count_plain(model)}")
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    tell("AdamW made            loss in 4 steps          weights updated  AdamW, bytes")
+    report("after resharding", model, make_adamw(model))
+
+
+def count_plain(model):
+    return sum(not isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def report(made, model, adamw):
@@ -117,7 +145,7 @@ def report(made, model, adamw):
     new = whole_weights(model)
     updated = sum(not new[name].equal(old[name]) for name in old)
     assert len(adamw.state) == updated
-    tell(f"{made:19}  {losses}  {updated:9} of {len(old)} {held:13,}")
+    tell(f"{made:20}  {losses}  {updated:9} of {len(old)} {held:13,}")
 
 
 # ---- Only the root sharded -----------------------------------------------------------
@@ -154,6 +182,37 @@ def count_whole(model):
     return counts
 
 
+# ---- Autocast without the policy -----------------------------------------------------
+def no_policy():
+    tell("16-bit weights kept from forward to backward, in bytes")
+    tell("blocks  of the model  autocast alone  autocast and policy")
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for depth in (2, 4, 8):
+        alone = kept_copies(shard(make(depth=depth)))  # the mistake
+        both = kept_copies(shard(make(depth=depth), mp_policy=policy))
+        total = sum(2 * weight.numel() for weight in make(depth=depth).parameters())
+        tell(f"{depth:6}{total:14,}{alone:16,}{both:21,}")
+
+
+def kept_copies(model):
+    """Return the bytes of weights in bfloat16 that autograd keeps after forward."""
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        loss = get_loss(model)
+    shapes = {weight.shape for weight in model.parameters() if weight.dim() == 2}
+    shapes |= {shape[::-1] for shape in shapes}  # as a product uses them
+    copies = [t for t in kept if t.dtype == torch.bfloat16 and t.shape in shapes]
+    storages = [copy.untyped_storage() for copy in copies]
+    size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    loss.backward()
+    return size
+
+
 # ---- Rank 0 alone --------------------------------------------------------------------
 def sample():
     alone(lambda model: generate(model, b"\n", 8))
@@ -161,6 +220,14 @@ def sample():
 
 def save():
     alone(whole_weights)
+
+
+def uneven():
+    model = shard(make())
+    batches = 3 if dist.get_rank() == 0 else 2  # the mistake
+    for batch in range(1, batches + 1):
+        evaluate(model)
+        tell(f"batch {batch}")
 
 
 def alone(function):
@@ -173,11 +240,14 @@ def alone(function):
             function(model)  # the mistake: rank 1 is in step 3 already
 
 
+OURS = ("generate", "whole_weights", "train_step", "evaluate")
+
+
 def report_error(error):
     """Print in which collective this rank waited, and for which of our functions."""
     frames = traceback.extract_tb(error.__traceback__)
     names = [frame.name for frame in frames]
-    ours = next(n for n in names if n in ("generate", "whole_weights", "train_step"))
+    ours = next(n for n in names if n in OURS)
     call = re.search("all_gather|reduce_scatter", " ".join(names))[0]
     line = f"rank {dist.get_rank()} waited in {ours}, {call}: {error}\n"
     sys.stdout.write(line)  # `print` could write the end of the line by itself, later
@@ -257,6 +327,14 @@ def plain_state_dict():
     shard(make()).load_state_dict(make().state_dict())
 
 
+def tied_in_two_groups():
+    model = make()
+    model.head.weight = model.tokens.weight
+    for module in (model.tokens, model.head, model):
+        fully_shard(module, mesh=make_mesh())
+    get_loss(model)
+
+
 def inference_mode():
     model = shard(make())
     with torch.inference_mode():
@@ -287,6 +365,7 @@ OTHERS = (
     no_sync,
     module,
     plain_state_dict,
+    tied_in_two_groups,
     inference_mode,
     deepcopy,
     sync_left_off,
@@ -311,19 +390,27 @@ def main():
     known = {"store": store, "rank": rank, "world_size": world_size}
 
     def meet(where):
-        """Wait until all ranks are here."""
+        """Wait until all ranks are here; rank 0, which may have the store, leaves last.
+
+        The answers of `store.wait` would be lost if the store ended too early.
+        """
+        others = range(1, world_size)
         store.set(f"{where} {rank}", "")
         store.wait([f"{where} {other}" for other in range(world_size)])
+        store.set(f"{where}, {rank} leaves", "")
+        if rank == 0:
+            store.wait([f"{where}, {other} leaves" for other in others])
 
     meet("started")  # one may have imported torch long before the other
-    seconds = 5 if sys.argv[1] in ("sample", "save") else 60
+    seconds = 5 if sys.argv[1] in ("sample", "save", "uneven") else 60
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds), **known)
     try:
         globals()[sys.argv[1]]()
     except RuntimeError as error:
         report_error(error)
-        meet("reported")  # torchrun ends the other rank when this one has ended
+        meet("done")  # torchrun ends the other rank when this one has ended
         raise
+    meet("done")  # otherwise one that still waits for this rank sees it disappear
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.model import GPT
+from common.gpt import GPT
 
 TOKENS = torch.arange(128).view(4, 32)
 
 
 # ---- on one process ------------------------------------------------------------------
 def make(depth=4, checkpointing=False):
-    """Return a small GPT, whose blocks may be checkpointed as in the stage."""
+    """Return a small GPT, whose blocks may be checkpointed."""
     torch.manual_seed(0)
     model = GPT(256, 32, width=64, depth=depth)
     for block in model.blocks if checkpointing else ():
@@ -39,7 +39,7 @@ def checkpoint_block(block):
 
 
 def get_loss(model):
-    return nn.functional.cross_entropy(model(TOKENS), TOKENS)
+    return nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
 
 
 def kept_for_backward(model):
@@ -71,22 +71,22 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=False)
 
 
-def without(block):
-    fully_shard(block)
+def without(block, mesh):
+    fully_shard(block, mesh=mesh)
 
 
-def before_fully_shard(block):
+def before_fully_shard(block, mesh):
     checkpoint_block(block)
-    fully_shard(block)
+    fully_shard(block, mesh=mesh)
 
 
-def after_fully_shard(block):
-    fully_shard(block)
+def after_fully_shard(block, mesh):
+    fully_shard(block, mesh=mesh)
     checkpoint_block(block)
 
 
-def around_the_block(block):
-    fully_shard(block)
+def around_the_block(block, mesh):
+    fully_shard(block, mesh=mesh)
     return Checkpointed(block)
 
 
@@ -96,13 +96,13 @@ ORDERS = (without, before_fully_shard, after_fully_shard, around_the_block)
 def main():
     log = print if dist.get_rank() == 0 else lambda *_: None
     log("checkpoint           calls of blocks  all-gathers  reduce-scatters")
-    first = None
+    mesh, first = dist.init_device_mesh("cpu", (dist.get_world_size(),)), None
     for order in ORDERS:
         model, calls = make(), []
         for n, block in enumerate(model.blocks):
             count_calls(block, calls)
-            model.blocks[n] = order(block) or block
-        fully_shard(model)
+            model.blocks[n] = order(block, mesh) or block
+        fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         for _ in range(3):
             calls.clear()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,11 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.full_state import FullModel
-from common.full_state import FullOptimizer
-from common.model import GPT
-from common.sharded_state import ShardedModel
-from common.sharded_state import ShardedOptimizer
+from common.gpt import GPT
 
 
 class AllGathers(TorchDispatchMode):
@@ -50,7 +48,8 @@ def make():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(256, (2, 32))
-    nn.functional.cross_entropy(model(tokens), tokens).backward()
+    logits = model(tokens).flatten(0, 1)
+    nn.functional.cross_entropy(logits, tokens.flatten()).backward()
     optimizer.step()
     return model, optimizer
 
@@ -77,16 +76,16 @@ def main(folder):
     if dist.get_rank() == 0:
         print("MiB on rank                          0       1       2       3")
     with AllGathers() as gathers:
-        full = [FullModel(model), FullOptimizer(model, optimizer)]
-        full = [part.state_dict() for part in full]
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full = get_state_dict(model, optimizer, options=whole)
     row("stage 12: gathered", gathers.bytes)
     row("stage 12: state to write", size(full))
     with AllGathers() as gathers:
-        shards = [ShardedModel(model), ShardedOptimizer(model, optimizer)]
+        shards = get_state_dict(model, optimizer)
         state = {"model": shards[0], "optimizer": shards[1]}
         dcp.save(state, checkpoint_id=folder)
     row("stage 13: gathered", gathers.bytes)
-    row("stage 13: state to write", size([part.state_dict() for part in shards]))
+    row("stage 13: state to write", size(shards))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,13 +26,12 @@ from torch.utils._pytree import tree_leaves
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common.model import GPT
+from common.gpt import GPT
 
 ARGS = types.SimpleNamespace(
     device=torch.device("cpu"),
     amp="off",
-    keep_unsharded=False,
-    activation_checkpointing=False,
+    reshard_after_forward=True,
 )
 
 
@@ -76,12 +77,23 @@ def whole_on_every_rank():
 
 
 def whole_on_rank_0():
-    """Make and shard a model as stage 13 does."""
+    """Make the model on rank 0, shard it everywhere, and send each rank its shards."""
     model = make("cpu" if dist.get_rank() == 0 else "meta")
     yield
-    script = ROOT / "13_sharded_checkpoints/train.py"
-    runpy.run_path(script)["shard_model"](ARGS, model)
+    shard_from_rank_0(model)
     yield model
+
+
+def shard_from_rank_0(model):
+    """Shard a model that is on the CPU on rank 0, and on the meta device elsewhere."""
+    weights = model.state_dict()  # on rank 0 the values, elsewhere the names alone
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")  # "cuda" on GPUs; only the shards
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=whole)
 
 
 def from_a_checkpoint():

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.model import GPT
+from common.gpt import GPT
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -48,7 +48,7 @@ def shard(model):
 
 def get_loss(model):
     tokens = torch.arange(128).view(4, 32)
-    return nn.functional.cross_entropy(model(tokens), tokens)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def tell_each(text):

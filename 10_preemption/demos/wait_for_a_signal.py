@@ -1,6 +1,6 @@
-"""Train stage 10, and wait in step 30 for SIGTERM or SIGUSR1; not after a requeue.
+"""Train stage 10, and wait in step 36 for SIGTERM or SIGUSR1; not after a requeue.
 
-SCRIPT=10_preemption/demos/wait_in_step_30.py sbatch 10_preemption/job.sbatch
+SCRIPT=10_preemption/demos/wait_for_a_signal.py sbatch 10_preemption/job.sbatch
 
 Otherwise so short a training would be over before anybody could interrupt it.
 """
@@ -30,10 +30,12 @@ def note(number):
 
 def after_step(*_):
     steps.append(1)
-    if len(steps) == 30 and "SLURM_RESTART_COUNT" not in os.environ:
+    if len(steps) == 1:
         note(signal.SIGTERM)
         note(signal.SIGUSR1)
-        print("waiting in step 30", flush=True)
+    if len(steps) == 36 and "SLURM_RESTART_COUNT" not in os.environ:
+        if os.environ["RANK"] == "0":
+            print("waiting in step 36", flush=True)
         while not received:
             time.sleep(0.05)
 

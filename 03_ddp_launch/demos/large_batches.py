@@ -1,0 +1,60 @@
+"""The training of stage 01 in one function, to be called with many batch sizes."""
+
+import functools
+import math
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common import data
+from common.model import SmallResNet
+
+torch.set_num_threads(1)  # otherwise the last digits depend on the number of cores
+
+EPOCHS = 6
+SGD = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+(images, labels), (val_images, val_labels) = data.digits()
+images, val_images = (
+    data.normalize(part, "digits", torch.float32) for part in (images, val_images)
+)
+
+
+def warmup_cosine(optimizer, steps, warmup):
+    """Return a scheduler that warms up over so many epochs, of so many steps each."""
+
+    def factor(step):
+        if step < warmup * steps:
+            return (step + 1) / (warmup * steps)
+        progress = (step / steps - warmup) / (EPOCHS - warmup)
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
+
+
+@functools.cache
+def train(batch_size, lr, warmup=1, seed=0, optimizer_class=SGD):
+    """Return the training loss of each epoch and the validation error in percent."""
+    torch.manual_seed(seed)
+    # neither batch norm nor dropout, so there is no need for model.eval()
+    model = SmallResNet(1, 10).to(memory_format=torch.channels_last)
+    optimizer = optimizer_class(model.parameters(), lr)
+    steps = len(images) // batch_size  # per epoch
+    scheduler = warmup_cosine(optimizer, steps, warmup)
+    losses = []
+    for epoch in range(1, EPOCHS + 1):
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(len(images), generator=generator)
+        total = 0.0
+        for batch in order[: steps * batch_size].split(batch_size):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            total += loss.item()
+        losses.append(total / steps)
+    with torch.no_grad():
+        wrong = model(val_images).argmax(1) != val_labels
+    return losses, 100 * wrong.double().mean().item()
