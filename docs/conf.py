@@ -56,7 +56,7 @@ html_show_search_summary = False
 # The pages in the sidebar, by caption. Below each of them are the files of its folder.
 HOME = {
     "Stages": "[0-9][0-9]_*/[0-9][0-9]_*",
-    "Pages": "docs/**\n*/README\nREADME.zh-CN\nCONTRIBUTING",
+    "Pages": "docs/**\nyour_own_script/*\n*/README\nREADME.zh-CN\nCONTRIBUTING",
     "Code": "*/__init__",
 }
 
