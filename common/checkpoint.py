@@ -162,5 +162,10 @@ def remove_others(latest, keep):
     """Remove the checkpoints before `latest` except keep - 1, and unfinished ones."""
     folder = latest.parent
     older = [each for each in paths(folder, latest.is_dir()) if each < latest]
-    for path in (*older[keep - 1 :], *folder.glob(".step-*.tmp")):
+    for path in folder.glob(".step-*.tmp"):
+        remove(path)
+    for path in older[keep - 1 :]:
+        if path.is_dir():
+            # otherwise what a crash leaves of it stays forever: it has no .metadata
+            path = path.rename(path.with_name(f".{path.name}.tmp"))
         remove(path)

@@ -133,7 +133,7 @@ def test_all_stages_start_and_end_like_these_two():
         ends = set()
         for stage in stages:
             text = "\n".join(sections(stage)["6. the run"])
-            ends.add(text[text.index("\ndef main") :])
+            ends.add(text[text.index("    exit_code = run(args)") :])
             setup = "\n".join(sections(stage)["2. processes"])
             assert re.search(r"^    launch\.die_with_parent\(", setup, re.M), stage
         assert len(ends) == 1, stages
