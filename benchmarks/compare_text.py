@@ -130,11 +130,19 @@ def train(args, stage, own, processes):
     return row, counted
 
 
+def variants(args, processes):
+    """Return the stages to train, each with flags of its own, or without."""
+    found = [(stage, []) for stage in args.stages]
+    found += [(s, [KEEP]) for s in args.stages if "shards" in features(s)]
+    if processes > 1 and args.heads % processes == 0:  # one row, instead of one column
+        row = [f"--tensor-parallel={processes}"]
+        found += [(s, row) for s in args.stages if "tensor_parallel" in features(s)]
+    return sorted(found)
+
+
 def measure(args):
     """Measure everything; return what the JSON file is to hold."""
-    variants = [(stage, []) for stage in args.stages]
-    variants += [(s, [KEEP]) for s in args.stages if "shards" in features(s)]
-    runs = [(n, *variant) for n in args.processes for variant in sorted(variants)]
+    runs = [(n, *variant) for n in args.processes for variant in variants(args, n)]
     rows, counted = [], {}
     # One after the other in every round, since a machine's speed can drift.
     for number in range(1, args.rounds + 1):

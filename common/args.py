@@ -32,13 +32,16 @@ def one_line_errors(prefix="", *others):
         fail(" ".join(f"{prefix} {error}".split()))
 
 
-def check_batch_size(batch_size, processes, samples):
-    """End the program unless so many processes can take batches of so many samples."""
+def check_batch_size(batch_size, processes, samples, named="processes"):
+    """End the program unless so many processes can take batches of so many samples.
+
+    named: what they are, where it is not single processes that divide a batch.
+    """
     if batch_size % processes:
         fits = max(1, round(batch_size / processes)) * processes
         fail(
             f"--batch-size {batch_size} is the global batch: it must be divisible by"
-            f" the number of processes ({processes}); try {fits}"
+            f" the number of {named} ({processes}); try {fits}"
         )
     if batch_size > samples:
         fail(f"--batch-size {batch_size}: the training set has only {samples} samples")

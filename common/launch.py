@@ -5,10 +5,12 @@ ValueError if something is missing or contradictory.
 """
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -105,6 +107,20 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and not parent.is_alive():  # it died before that call
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_mesh_warnings():
+    """Drop what torch warns of when weights are split over two dimensions of a mesh.
+
+    A norm over both dimensions takes two all-reduces, and a whole weight two gathers.
+    The two all-reduces can be made one, but only by a private method,
+    DeviceMesh._flatten; the gathers cannot. And what the model returns is a view, of a
+    DTensor, which matters only to a caller that writes to it.
+    """
+    redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
+    redistribute.setLevel(logging.ERROR)
+    view = "FSDP2-wrapped module .* returned a view tensor"
+    warnings.filterwarnings("ignore", view, UserWarning)
 
 
 def catch_signals():

@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import shlex
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -55,6 +56,21 @@ def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
         ended = f"after {seconds} s" if hung else f"exit code {done.returncode}"
         raise harness.CommandError(f"{ended}: {command}\n{done.stderr}")
     return done
+
+
+def run_at_end(command):
+    """Have a shell run a command when this process has ended, in whatever way.
+
+    That is not atexit, because Jupyter kills its kernels: `tail` waits for the end.
+    """
+    wait = f"tail --pid={os.getpid()} --sleep-interval=0.2 --follow /dev/null"
+    subprocess.Popen(
+        ["bash", "-c", f"{wait}; {command}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def lines_of(job, seconds):

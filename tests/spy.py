@@ -1,4 +1,4 @@
-"""What runs of tests/test_your_own_script.py do first: a `prepare` of tools/harness.py.
+"""What the scripts of your_own_script/ do first in tests: a `prepare` of tools/harness.
 
 The scripts there import nothing of ours, so what they did is seen through torch. Each
 of these functions has a script train in float64.
@@ -7,6 +7,7 @@ of these functions has a script train in float64.
 import itertools
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 from torch.utils.data import RandomSampler
+
+from tools.counting import Collectives
+from tools.counting import between_steps
 
 
 def call_after(owner, name, function):
@@ -95,3 +99,43 @@ def shuffle_as_after(num_samples):
         return itertools.islice(of_after, num_samples)
 
     RandomSampler.__iter__ = order
+
+
+def exact_norm(collectives=None):
+    """Have Llama's norm compute in the dtype of its input.
+
+    transformers computes it in float32, whatever the dtype of the model. The rounding
+    then depends on how the samples are dealt to the ranks, and hides everything else.
+
+    collectives: a folder for rank-R.pt, which gets those of the second optimizer step:
+    what Collectives.total returns, of tools/counting.py.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.set_default_dtype(torch.float64)
+
+    def forward(self, x):
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(mean + self.variance_epsilon))
+
+    LlamaRMSNorm.forward = forward
+    if collectives:
+        seen = Collectives()
+
+        def save():
+            seen.__exit__(None, None, None)
+            path = Path(collectives, f"rank-{dist.get_rank()}.pt")
+            torch.save(seen.total(), path)
+
+        between_steps(1, 2, seen.__enter__, save)
+
+
+def exact_norm_and_shuffle(num_samples):
+    """Do what exact_norm and shuffle_as_after do."""
+    exact_norm()
+    shuffle_as_after(num_samples)
+
+
+def without_module(name):
+    """Have a module be missing, as if it were not installed."""
+    sys.modules[name] = None

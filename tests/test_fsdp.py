@@ -223,7 +223,7 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
     assert -(-most // local) == -(-fewest // local) + 1
     flags = [*work.flags, "--batch-size", str(batch_size), "--epochs", "1"]
     flags += ["--dtype", "float64", "--device", device, "--timeout", "30"]
-    done = train_in_forks(stage, processes, [*flags, "--sample", "0"], tmp_path)
+    done = train_in_forks(stage, processes, flags, tmp_path)
     (row,) = done.rows
     assert row["val"]["count"] == work.val
     again = [*flags, "--evaluate", done.weights]

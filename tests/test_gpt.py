@@ -336,7 +336,7 @@ def test_a_run_prints_bits_perplexity_and_a_sample_once(
     last = tmp_path / "out/last.pt"
     flags = [*small_workload(stage, 300).flags, "--width", "32", "--heads", "2"]
     flags += ["--depth", "3", "--epochs", "2", "--device", device]
-    run = [*flags, "--out-dir", last.parent]
+    run = [*flags, "--sample", "50", "--out-dir", last.parent]
     first, *others = run_stage(stage, several, run, tmp_path / "run").ranks
     assert not any(one.stdout for one in others)
     pattern = (
@@ -350,11 +350,11 @@ def test_a_run_prints_bits_perplexity_and_a_sample_once(
         assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=2e-3)
     model = GPT(256, 8, width=32, depth=3, heads=2)
     model.load_state_dict(torch.load(last))
-    sample = generate(model, b"\n", 200).decode(errors="replace")
+    sample = generate(model, b"\n", 50).decode(errors="replace")
     assert first.stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
     evaluation = run_stage(stage, 1, [*flags, "--evaluate", last], tmp_path / "again")
     assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
-    silent = run_stage(stage, several, [*flags, "--sample", "0"], tmp_path / "silent")
+    silent = run_stage(stage, several, flags, tmp_path / "silent")  # --sample 0
     assert silent.stdout.endswith(f"{epochs[-1][-1]}\n")
 
 

@@ -152,7 +152,8 @@ MORE_KILLS = [
     ("os.rename", "*/.metadata", 1),
     ("os.rename", "*/step-*", 1),
     ("os.rename", "*/step-*", 3),
-    ("shutil.rmtree", "*/step-*", 2),  # an old one is about to be removed
+    ("shutil.rmtree", "*/.step-*", 1),  # an old one is about to be removed
+    ("os.remove", "__?_0.distcp", 2),  # a part of it is
     ("open", "*/step-*/.metadata", 1),  # while it loads
 ]
 

@@ -34,6 +34,7 @@ REFUSED = {
     "spawn": ["--data", "cifar10", "--data-dir", "{}"],  # it is not there
     "amp": ["--amp", "bf16", "--dtype", "float64"],
     "accumulation": ["--grad-accum-steps", "7"],
+    "tensor_parallel": ["--tensor-parallel", "3"],  # of four heads
 }
 
 
@@ -68,6 +69,9 @@ def ways(having, folder, fault=fault_injection):
             told = functools.partial(fault.signalled, step, "SIGTERM")
             options = {"code": 128 + signal.SIGTERM, "prepare": told}
             yield ["--checkpoint-dir", f"{{}}/stopped-in-{step}"], options
+    if "tensor_parallel" in having:
+        yield ["--tensor-parallel", "2"], {}
+        yield ["--tensor-parallel", "2"], {"processes": 1, "code": 2}
     if "sharded_checkpoints" in having:
         full_disk = functools.partial(fault.no_large_files, FULL_DISK)
         yield ["--checkpoint-dir", "{}/full"], {"prepare": full_disk}
@@ -117,6 +121,8 @@ def test_every_line_is_used(stage, several, device, tmp_path):
     settings = write_settings(tmp_path, device)
     having = features(stage)
     work = [*small_workload(stage, 48 * STEPS).flags, "--epochs", "1"]
+    if "text" in features(stage):
+        work += ["--sample", "1"]
     work += ["--device", device]
     for number, (flags, options) in enumerate(ways(having, tmp_path)):
         code = options.pop("code", 0)

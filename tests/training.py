@@ -59,6 +59,15 @@ def missing_for_slurm():
     return ""
 
 
+def missing_for_two_machines():
+    """Return why tools/two_machines.sh cannot start here; "" if it can."""
+    words = ["bash", ROOT / "tools/two_machines.sh"]
+    name = {"TWO_MACHINES": f"probe-{os.getpid()}-"}
+    started = harness.run([*words, "start"], code=None, **name)
+    harness.run([*words, "stop"], **name)
+    return started.stderr
+
+
 # ---- work ----------------------------------------------------------------------------
 # flags: of the data; train, val: targets in an epoch and in the validation set, one per
 # image and WINDOW per window of a text.
@@ -84,6 +93,7 @@ def small_workload(stage, samples=DIGITS):
         path = Path(texts().name, f"{samples}.txt")
         path.write_bytes((ROOT / "common/text.txt").read_bytes()[:size])
         flags = ("--text-file", str(path), "--context-length", str(WINDOW))
+        flags += ("--sample", "0")  # drawing text takes a third of such a run
         return Workload(flags, WINDOW * samples, WINDOW * windows)
     if samples == DIGITS:
         return Workload((), samples, 357)
@@ -225,10 +235,17 @@ def load_stage_for_vectors(stage):
 
 
 def stage_args(module, *flags):
-    """Return what a stage's script, loaded as a module, makes of flags, on the CPU."""
+    """Return what a stage's script, loaded as a module, makes of flags, on the CPU.
+
+    With the mesh of the processes, if the script makes one and a group is there.
+    """
     words = ["train.py", "--device", "cpu", *map(str, flags)]
     with mock.patch.object(sys, "argv", words):
-        return module.parse_args()
+        args = module.parse_args()
+    if hasattr(module, "make_mesh") and dist.is_initialized():
+        args.mesh = module.make_mesh(args)
+        args.dp_rank, args.tp_rank = args.mesh.get_coordinate()
+    return args
 
 
 def replace_data(module, train_set, val_set):

@@ -1,0 +1,413 @@
+"""What goes wrong with a pipeline; the arguments name the mistakes to make.
+
+torchrun --standalone --nproc-per-node=2 \
+    14_tensor_parallel/demos/pipeline_mistakes.py norm twice
+
+All of them run on two processes, on the CPU, in float64.
+"""
+
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pipeline
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import Schedule1F1B
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
+
+from common import text
+from common.args import fail
+from common.loader import collate
+
+CPU = torch.device("cpu")
+STEPS = 6
+
+
+# ---- what the mistakes share ---------------------------------------------------------
+def make_model(tied=False):
+    """Return the whole model; tied: the head uses the embedding's weight."""
+    model = pipeline.make_model(pipeline.parse_args(["--dtype", "float64"]))
+    if tied:
+        model.head.weight = model.tokens.weight
+    return model
+
+
+def make(
+    micro_batches=4,
+    loss_fn=pipeline.loss_fn,
+    tied=False,
+    group=None,
+    scale_grads=True,
+):
+    """Return this process's part, its stage and its schedule."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = pipeline.Part(make_model(tied), rank, ranks)
+    stage = PipelineStage(part, rank, ranks, CPU, group=group)
+    options = {"loss_fn": loss_fn, "scale_grads": scale_grads}
+    return part, stage, Schedule1F1B(stage, micro_batches, **options)
+
+
+def get_batch(step=0, batch_size=24):
+    """Return inputs and targets, the same on every process."""
+    args = pipeline.parse_args(["--batch-size", str(batch_size)])
+    windows, _ = text.load(None, context_length=32)
+    return pipeline.get_batch(args, windows, step, CPU)
+
+
+def go(part, schedule, batch, **options):
+    """Run forward and backward on a batch."""
+    inputs, targets = batch
+    if part.is_first:
+        schedule.step(inputs, **options)
+    else:
+        schedule.step(target=targets, **options)
+
+
+def total_norm(gradients):
+    """Return the norm of the gradients of all processes."""
+    square = nn.utils.get_total_norm(gradients).square()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+def clip(part):
+    pipeline.clip_gradients(part, max_norm=1.0)
+
+
+def on_all(part, losses):
+    """Return the mean of the last process's losses, on every process."""
+    mean = torch.zeros((), dtype=torch.float64)
+    if part.is_last:
+        mean = torch.stack(losses).mean()
+    dist.broadcast(mean, src=dist.get_world_size() - 1)
+    return mean.item()
+
+
+def train(part, schedule, optimizer, batches, clip=clip):
+    """Take a step for each batch; return the first loss and the last one."""
+    means = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses = []
+        go(part, schedule, batch, losses=losses)
+        clip(part)
+        optimizer.step()
+        means.append(on_all(part, losses))
+    return means[0], means[-1]
+
+
+def get_batches(first=0):
+    """Return the batches of the steps from this one on."""
+    return [get_batch(step) for step in range(first, STEPS)]
+
+
+def gradient(model, part=None):
+    """Return a copy of a model's gradients as one vector; part: only of its weights."""
+    weights = dict(model.named_parameters())
+    names = dict((part or model).named_parameters())
+    return torch.cat([weights[name].grad.flatten() for name in names])
+
+
+def largest(difference):
+    """Return the largest of a tensor's absolute values, as text."""
+    return f"{difference.abs().max():.1e}"
+
+
+def difference(part, tied=False):
+    """Return how far the weights of a part are from those trained in one process."""
+    model = make_model(tied)
+    optimizer = pipeline.make_optimizer(model)
+    for inputs, targets in get_batches():
+        optimizer.zero_grad()
+        pipeline.loss_fn(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    expected = model.state_dict()
+    found = part.state_dict().items()
+    return max((weight - expected[name]).abs().max().item() for name, weight in found)
+
+
+def tell(line):
+    """Print a line, once for the whole run."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def tell_each(line):
+    """Print the lines of all processes, in order."""
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    for rank, each in enumerate(lines):
+        tell(f"  process {rank}: {each}")
+
+
+# ---- with an error -------------------------------------------------------------------
+def uneven():
+    part, _, schedule = make(micro_batches=4)
+    go(part, schedule, get_batch(batch_size=10))  # the mistake
+
+
+def smaller():
+    part, _, schedule = make(micro_batches=4)
+    go(part, schedule, get_batch(batch_size=24))
+    tell("the batch of 24 is done")
+    go(part, schedule, get_batch(batch_size=12))  # the mistake
+
+
+def few():
+    make(micro_batches=1)  # the mistake
+
+
+def no_targets():
+    part, _, schedule = make()
+    inputs, targets = get_batch()
+    if part.is_first:
+        schedule.step(inputs, target=targets)  # the mistake
+    else:
+        schedule.step()
+
+
+def no_inputs():
+    part, _, schedule = make()
+    inputs, targets = get_batch()
+    if part.is_first:
+        schedule.step()
+    else:
+        schedule.step(inputs, target=targets)  # the mistake
+
+
+def alone():
+    # a process waits 10 seconds for another
+    part, _, schedule = make(group=dist.new_group(timeout=timedelta(seconds=10)))
+    go(part, schedule, get_batch(0))
+    tell("the step is done")
+    _, targets = get_batch(1)
+    if part.is_last:
+        with torch.no_grad():
+            schedule.eval(target=targets)  # the mistake
+    dist.barrier()
+
+
+# ---- without an error ----------------------------------------------------------------
+def clip_own(part):
+    nn.utils.clip_grad_norm_(part.parameters(), max_norm=1.0)  # the mistake
+
+
+def norm():
+    for clipping in (clip_own, clip):
+        part, _, schedule = make()
+        optimizer = pipeline.make_optimizer(part)
+        first, last = train(part, schedule, optimizer, get_batches(), clipping)
+        tell(f"{clipping.__name__}: the loss falls from {first:.4f} to {last:.4f}")
+        tell("from one process, the weights differ by")
+        tell_each(f"{difference(part):.1e}")
+
+
+def divided_loss(outputs, targets):
+    return pipeline.loss_fn(outputs, targets) / 4  # the mistake
+
+
+def divided():
+    for loss_fn in (divided_loss, pipeline.loss_fn):
+        part, _, schedule = make(loss_fn=loss_fn)
+        go(part, schedule, get_batch())
+        norm = total_norm([weight.grad for weight in part.parameters()])
+        tell(f"{loss_fn.__name__}: norm of the gradient {norm:.4f}")
+
+
+def twice():
+    part, stage, schedule = make()
+
+    def run(*steps):
+        part.zero_grad()
+        for step in steps:
+            go(part, schedule, get_batch(step))
+        return gradient(part)
+
+    first, second = run(0), run(1)
+    both = run(0, 1)  # the mistake
+    tell("after two steps, the gradient differs from first + second by")
+    tell_each(largest(both - (first + second)))
+    tell("and from first / 4 + second by")
+    tell_each(largest(both - (first / 4 + second)))
+    run(0)
+    pipeline.evaluate(part, stage, schedule, *get_batch(1))  # the mistake
+    tell("after a step and an evaluation, it differs from first / 4 by")
+    tell_each(largest(gradient(part) - first / 4))
+
+
+def get_padded():
+    """Return a batch in which sequence n ends with n targets that do not count."""
+    inputs, targets = get_batch()
+    for number, row in enumerate(targets):
+        row[len(row) - number :] = -100  # what cross_entropy ignores
+    return inputs, targets
+
+
+def share_of_loss(outputs, targets, tokens):
+    """Return the sum over a micro-batch, divided by the tokens of the whole batch."""
+    outputs, targets = outputs.flatten(0, 1), targets.flatten()
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum") / tokens
+
+
+def padded():
+    inputs, targets = get_padded()
+    model = make_model()
+    loss = pipeline.loss_fn(model(inputs), targets)
+    loss.backward()
+    tell(f"one process: loss {loss:.4f}")
+
+    part, _, schedule = make()  # the mistake
+    losses = []
+    go(part, schedule, (inputs, targets), losses=losses)
+    tell(f"loss_fn: loss {on_all(part, losses):.4f}, the gradient differs by")
+    tell_each(largest(gradient(part) - gradient(model, part)))
+
+    part, _, schedule = make(loss_fn=share_of_loss, scale_grads=False)
+    losses, tokens = [], (targets != -100).sum()
+    go(part, schedule, (inputs, targets), losses=losses, loss_kwargs={"tokens": tokens})
+    loss = 4 * on_all(part, losses)  # the sum over the micro-batches
+    tell(f"share_of_loss: loss {loss:.4f}, the gradient differs by")
+    tell_each(largest(gradient(part) - gradient(model, part)))
+
+
+def sampler():
+    windows, _ = text.load(None, context_length=32)
+    by_rank = DistributedSampler(windows)  # the mistake
+    the_same = DistributedSampler(windows, num_replicas=1, rank=0)
+    for name, sampler in {"by rank": by_rank, "the same": the_same}.items():
+        loader = DataLoader(windows, 24, sampler=sampler, collate_fn=collate)
+        batches = [batch for _, batch in zip(range(40), loader, strict=False)]
+        part, _, schedule = make()
+        optimizer = pipeline.make_optimizer(part)
+        first, last = train(part, schedule, optimizer, batches)
+        tell(f"{name}: in 40 steps, the loss falls from {first:.4f} to {last:.4f}")
+        tell_each(f"sequences {', '.join(map(str, list(sampler)[:4]))}, ...")
+
+
+def tell_kept(call, stage):
+    """Print what the processes keep after a call."""
+    size = sum(logits.nbytes for logits in stage.output_chunks)
+    tell(f"{call}: bytes of outputs that are kept")
+    tell_each(f"{size:,}")
+
+
+def outputs():
+    for keep in (True, False):  # True is the default, and the mistake
+        part, stage, schedule = make()
+        go(part, schedule, get_batch(), return_outputs=keep)
+        tell_kept(f"step, return_outputs={keep}", stage)
+    inputs, targets = get_batch()
+    with torch.no_grad():
+        if part.is_first:
+            schedule.eval(inputs)
+        else:
+            schedule.eval(target=targets)
+    tell_kept("eval", stage)
+    pipeline.evaluate(part, stage, schedule, inputs, targets)
+    tell_kept("evaluate, above", stage)
+
+
+def shared_weight(part):
+    """Return the weight that the embedding and the head would share."""
+    return part.tokens.weight if part.is_first else part.head.weight
+
+
+def add_up_and_clip(part):
+    # Both parts of its gradient. With more than two processes this needs a group of the
+    # first and the last.
+    dist.all_reduce(shared_weight(part).grad)
+    # the gradients of one process, in which the shared weight is there once
+    gradients = {weight: weight.grad for weight in part.parameters()}
+    if part.is_last:
+        del gradients[shared_weight(part)]
+    norm = total_norm(list(gradients.values()))
+    nn.utils.clip_grads_with_norm_(part.parameters(), 1.0, norm)
+
+
+def tied():
+    for clipping in (clip, add_up_and_clip):  # the first is the mistake
+        part, _, schedule = make(tied=True)
+        optimizer = pipeline.make_optimizer(part)
+        first, last = train(part, schedule, optimizer, get_batches(), clipping)
+        tell(f"{clipping.__name__}: the loss falls from {first:.4f} to {last:.4f}")
+        weights = [torch.empty(256, 64, dtype=torch.float64) for _ in range(2)]
+        dist.all_gather(weights, shared_weight(part).detach())
+        apart = (weights[0] - weights[1]).abs().max()
+        tell(f"embedding and head differ by {apart:.1e}")
+        tell("from one process, the weights differ by")
+        tell_each(f"{difference(part, tied=True):.1e}")
+
+
+# ---- checkpoints ---------------------------------------------------------------------
+def whole():
+    part, _, _ = make()
+    options = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(part, options=options)  # the mistake
+    tell_each(f"{len(weights)} weights, {next(iter(weights))} is the first")
+
+
+def resume(options, folder):
+    """Save after three steps, load into a fresh part, and train to the end."""
+    part, _, schedule = make()
+    optimizer = pipeline.make_optimizer(part)
+    train(part, schedule, optimizer, get_batches()[:3])
+    model_state, optimizer_state = get_state_dict(part, optimizer, options=options)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.save(state, checkpoint_id=folder)
+
+    part, _, schedule = make()
+    optimizer = pipeline.make_optimizer(part)
+    model_state, optimizer_state = get_state_dict(part, optimizer, options=options)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        part,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    train(part, schedule, optimizer, get_batches(3))
+    tell("from one process, the weights differ by")
+    tell_each(f"{difference(part):.1e}")
+
+
+def groups():
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # process 0's, for both
+        resume(pipeline.FLAT, Path(folders[0], "flat"))
+        resume(StateDictOptions(), Path(folders[0], "lists"))  # the mistake
+
+
+# ---- the run -------------------------------------------------------------------------
+WITH_AN_ERROR = (uneven, smaller, few, no_targets, no_inputs, alone, groups)
+SILENT = (norm, divided, twice, padded, sampler, outputs, tied, whole)
+MISTAKES = {mistake.__name__: mistake for mistake in (*WITH_AN_ERROR, *SILENT)}
+
+
+def main():
+    names = sys.argv[1:]
+    if not names or not set(names) <= set(MISTAKES):
+        fail(f"name one or more of the mistakes: {', '.join(MISTAKES)}")
+    dist.init_process_group("gloo")
+    for name in names:
+        if len(names) > 1:
+            tell(f"== {name}")
+        MISTAKES[name]()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,535 @@
+"""[14] Tensor parallelism: a group of processes shares the work on the same samples.
+
+torchrun --standalone --nproc-per-node=4 14_tensor_parallel/train.py --tensor-parallel=2
+torchrun --standalone --nproc-per-node=2 14_tensor_parallel/train.py
+"""
+
+import gc
+import math
+import os
+import sys
+from argparse import BooleanOptionalAction
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
+from torch.utils.data import Subset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import checkpoint
+from common import launch
+from common import meters
+from common import text
+from common import weights
+from common.args import TextArgumentParser
+from common.args import check_batch_size
+from common.args import fail
+from common.args import number
+from common.args import one_line_errors
+from common.args import positive_float
+from common.args import positive_int
+from common.args import writable_dir
+from common.gpt import GPT
+from common.gpt import decay_groups
+from common.gpt import generate
+from common.loader import derive_seed
+from common.loader import ignore_launcher_sigterm
+from common.loader import loader_options
+from common.loader import skip_first_batches
+from common.lr_schedule import warmup_cosine
+from common.meters import format_metrics
+
+# [05] bf16 where the hardware has it, fp16 on older GPUs
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# [09] a resumed run may have other values of these; all others decide what it learns
+MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
+MAY_DIFFER |= {"sample", "workers", "device", "timeout", "evaluate"}
+MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
+MAY_DIFFER |= {"reshard_after_forward"}  # [12] it decides when weights are gathered
+MAY_DIFFER |= {"tensor_parallel", "mesh", "dp_rank", "tp_rank"}  # [14] who does what
+
+
+# ---- 1. flags ------------------------------------------------------------------------
+def parse_args():
+    """Parse and check the flags: those of common/args.py, and this stage's own."""
+    parser = TextArgumentParser(__doc__)
+    parser.add_argument(
+        "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
+    )
+    parser.add_argument(
+        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+    )
+    # [08] for a batch that does not fit into the memory of the devices
+    parser.add_argument(
+        "--grad-accum-steps",
+        type=positive_int,
+        default=1,
+        help="micro-batches that each process splits its local batch into",
+    )
+    # [09] on a disk that every node sees, and that outlives the job
+    parser.add_argument(
+        "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive_int,
+        default=100,
+        help="steps between checkpoints; there is also one after every epoch",
+    )
+    parser.add_argument(
+        "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
+    )
+    parser.add_argument(
+        "--sample", type=number(int, ge=0), default=200, help="bytes to draw at the end"
+    )
+    parser.add_argument(
+        "--reshard-after-forward",
+        action=BooleanOptionalAction,
+        default=True,  # [12] otherwise all the weights are whole between two passes
+        help="gather the weights again in the backward pass",
+    )
+    # [14] for a global batch smaller than the number of devices, or a large layer
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive_int,
+        default=1,
+        help="processes that share the work of each layer",
+    )
+    # [11] with AdamW a step is at most about the learning rate, whatever the gradient
+    parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
+    args = parser.parse_args()
+    # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
+    if args.amp != "off" and args.dtype != torch.float32:
+        parser.error("--amp: not with --dtype float64, which autocast leaves as it is")
+    # [14] otherwise a head would be cut in two, and its queries would miss their keys
+    if args.heads % args.tensor_parallel:
+        parser.error(f"--tensor-parallel must divide --heads ({args.heads})")
+    return args
+
+
+# ---- 2. processes --------------------------------------------------------------------
+def setup(args):
+    """Prepare this process and return its device."""
+    # [06] srun sets the variables of torchrun under names of its own
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    with one_line_errors():
+        launch.check_environment()
+        # [03] not RANK, which counts the processes of all machines
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = launch.get_device(args.device, local_rank)
+    # [14] before they connect: otherwise one that ends breaks the others' connections
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size % args.tensor_parallel:
+        fail(f"--tensor-parallel must divide the number of processes ({world_size})")
+    # [03] otherwise a launcher that is killed leaves its processes training
+    launch.die_with_parent()
+    if device.type == "cpu":
+        # otherwise the C library returns memory and gets it again, step after step
+        launch.keep_freed_memory()
+    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # otherwise two runs on a GPU can differ in the last bits
+    torch.backends.cudnn.deterministic = args.deterministic
+    if device.type == "cuda":
+        # [03] otherwise every process also takes memory on GPU 0
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        timeout=args.timeout,  # [03] how long a collective waits for a missing rank
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
+
+
+def make_mesh(args):
+    """Return the processes as a grid: a row is a tp group, and a column a dp group."""
+    launch.ignore_mesh_warnings()  # [14] of two all-reduces for a norm, and of a view
+    # [14] tp last: its ranks are neighbors, on one machine, since every layer waits
+    shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
+    return dist.init_device_mesh(args.device.type, shape, mesh_dim_names=("dp", "tp"))
+
+
+def is_main_process():
+    """Whether this process is the one that prints and writes."""
+    return dist.get_rank() == 0  # [03] otherwise every process prints and writes
+
+
+def log(text):
+    """Print a line, once for the whole run."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+# ---- 3. data -------------------------------------------------------------------------
+def make_loaders(args):
+    """Return the loaders of this process's training and validation batches."""
+    if not is_main_process():
+        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
+    # [11] windows of one long text
+    with one_line_errors("--text-file:"):
+        train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
+    if is_main_process():
+        dist.barrier()
+    # [14] a shard of the data for each tp group, whose ranks get the same samples
+    rank, ranks = args.dp_rank, args.mesh["dp"].size()
+    check_batch_size(args.batch_size, ranks, len(train_set), named="tp groups")
+    # [03] otherwise the global batch grows with the number of processes
+    local_batch_size = args.batch_size // ranks
+    # [08] otherwise a sample of a smaller micro-batch weighs more
+    if local_batch_size % args.grad_accum_steps:
+        fail(f"--grad-accum-steps must divide the local batch ({local_batch_size})")
+    options = loader_options(args.device, args.workers)
+    # [10] otherwise a SIGTERM to the whole job kills the workers before the last step
+    options["worker_init_fn"] = ignore_launcher_sigterm
+    train_loader = DataLoader(
+        train_set,
+        batch_size=local_batch_size,
+        # [03] otherwise every process trains on all the samples
+        # [14] otherwise the sampler divides the samples by all processes
+        sampler=DistributedSampler(
+            train_set, ranks, rank, seed=args.seed, drop_last=True
+        ),
+        drop_last=True,  # otherwise a sample of a short last batch weighs more
+        **options,
+    )
+    # [07] every sample exactly once: DistributedSampler would repeat some
+    shard = range(rank, len(val_set), ranks)
+    val_set = Subset(val_set, shard)
+    # [08] otherwise evaluation can take more memory than training
+    micro_batch_size = local_batch_size // args.grad_accum_steps
+    # [12] as many batches on every rank: otherwise some wait to gather weights with all
+    largest = math.ceil(len(val_set.dataset) / ranks)
+    starts = range(0, largest, micro_batch_size)
+    batches = [range(len(val_set))[i : i + micro_batch_size] for i in starts]
+    val_loader = DataLoader(val_set, batch_sampler=batches, **options)
+    return train_loader, val_loader
+
+
+# ---- 4. one training epoch -----------------------------------------------------------
+def autocast(args):
+    """Return the context of a forward pass in the precision that --amp asks for."""
+    # [05] convolutions and matrix products in low precision, losses in float32
+    dtype = AMP_DTYPES[args.amp]
+    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+
+
+def accumulate_gradients(args, model, batch, scaler, meter):
+    """Run forward and backward on one micro-batch after the other."""
+    # [08] one micro-batch at a time is on the device
+    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
+    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
+        # [11] token numbers as they are: an embedding takes the place of normalize
+        inputs = inputs.to(args.device, non_blocking=True)
+        targets = targets.to(args.device, non_blocking=True)
+        last = micro_step == args.grad_accum_steps
+        # [12] otherwise FSDP averages the gradients after every micro-batch
+        model.set_requires_gradient_sync(last)
+        with autocast(args):
+            outputs = model(inputs)
+            # [11] one prediction per token: [B, T, 256] as [B * T, 256]
+            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        if args.tp_rank == 0:  # [14] otherwise each rank of a tp group counts it
+            meter.update(loss, outputs, targets)
+        # [08] otherwise the gradients are a sum over micro-batches, not their mean
+        loss = loss / args.grad_accum_steps
+        scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
+
+
+def should_stop(received_signals, group):
+    """Return whether any rank has received a signal: the same on every rank."""
+    count = torch.tensor(len(received_signals))
+    dist.all_reduce(count, group=group)  # [10] otherwise ranks stop at different steps
+    return count.tolist() > 0
+
+
+def train_one_epoch(args, epoch, model, loader, state, stop):
+    """Take one optimizer step per global batch; return the epoch's metrics.
+
+    Return None if `stop()` was true after a step.
+    """
+    model.train()
+    meter = meters.Meter(args.device)
+    optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
+    done = state.step - (epoch - 1) * len(loader)
+    if done and is_main_process():
+        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
+    # [11] otherwise every epoch cuts the text at the same places
+    loader.dataset.epoch.fill_(epoch)
+    loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
+    rest = skip_first_batches(loader, done)  # [09] without reading those samples
+    batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
+    for batch in batches:
+        state.step += 1
+        # [09] otherwise a resumed run draws other numbers, for dropout for instance
+        # [14] the same in a tp group: otherwise its copies of a weight drift apart
+        torch.manual_seed(derive_seed(args.seed, state.step, args.dp_rank))
+        # before the forward pass, which then has the memory of the old gradients
+        optimizer.zero_grad()
+        # [08] otherwise the activations of the whole local batch have to fit
+        accumulate_gradients(args, model, batch, scaler, meter)
+        if args.clip_grad:
+            scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)  # [05] skips the step if a gradient is inf or nan
+        scaler.update()
+        if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
+            scheduler.step()
+        stopping = stop()
+        # [09] otherwise a crash loses every step so far
+        due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
+        if due or stopping:
+            save_checkpoint(args, state, meter.sums)
+        if stopping:
+            # [10] otherwise the launcher kills rank 0 while it is still writing
+            dist.barrier()
+            return None
+    # [03] otherwise the metrics are those of rank 0's samples alone
+    dist.all_reduce(meter.sums)
+    return meter.compute()
+
+
+# ---- 5. evaluation -------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(args, model, loader):
+    """Return the metrics over the whole validation set."""
+    model.eval()
+    meter = meters.Meter(args.device)
+    batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
+    for inputs, targets in batches:
+        inputs = inputs.to(args.device, non_blocking=True)
+        targets = targets.to(args.device, non_blocking=True)
+        with autocast(args):  # [05] evaluate in the precision of the training
+            outputs = model(inputs)
+            # [11] one prediction per token, as in training
+            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        if args.tp_rank == 0:  # [14] otherwise a sample counts several times, here too
+            meter.update(loss, outputs, targets)
+    # [07] sums and counts add up; averages of shards of different sizes do not
+    dist.all_reduce(meter.sums)
+    return meter.compute()
+
+
+# ---- 6. the run ----------------------------------------------------------------------
+def split_layers(model, mesh):
+    """Leave each process of a tp group a shard of every layer, and of its work."""
+    # [14] for embeddings: every rank gets all tokens, and returns a DTensor
+    same = {"input_layouts": Replicate(), "use_local_output": False}
+    plan = {
+        # [14] each has some rows of the table
+        "tokens": RowwiseParallel(**same),
+        "positions": RowwiseParallel(**same),
+        # [14] each computes some of the outputs: whole heads, and hidden units
+        "blocks.*.attention.qkv": ColwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        # [14] each takes those as inputs, and an all-reduce adds up the partial sums
+        "blocks.*.attention.out": RowwiseParallel(use_local_output=False),
+        "blocks.*.down": RowwiseParallel(use_local_output=False),
+        # [14] each computes some of the 256 logits, and the loss needs all of them
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    # [14] the norms, whole: otherwise their inputs are DTensors, and their weights not
+    distribute_module(model, mesh)
+
+
+def shard_model(args, model):
+    """Leave this process a shard of each weight; FSDP gathers the others if needed."""
+    if args.tensor_parallel > 1:
+        split_layers(model, args.mesh["tp"])  # [14] FSDP then shards the shards
+    dtype = AMP_DTYPES[args.amp]
+    # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
+    # still chooses the type of each operation, float32 for the norms and the loss
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
+    # [14] not over all processes: those of a dp group have the same shards of layers
+    options = {"mesh": args.mesh["dp"], "mp_policy": policy}
+    for block in model.blocks:  # [12] otherwise all the weights are whole at once
+        fully_shard(block, **options, reshard_after_forward=args.reshard_after_forward)
+    fully_shard(model, **options)  # [12] the weights that are in no block
+
+
+class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
+    """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
+
+    def __init__(self, model, optimizer, scheduler, scaler):
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.step = 0
+        # of the Meters of all ranks, in this epoch
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def state_dict(self):
+        # [13] of each weight, and of its momenta, the shard of this process
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        # [09] without one of them, the momentum say, the next step differs
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "sums": self.sums,
+        }
+
+    def load_state_dict(self, state_dict):
+        # [13] again the shards of this process, whichever processes wrote them
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+        self.step = state_dict["step"]
+        self.sums = state_dict["sums"]
+
+
+def save_checkpoint(args, state, sums):
+    """Write a checkpoint: each process writes its shards."""
+    if args.checkpoint_dir is None:
+        return
+    state.sums = sums.clone()
+    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
+    # [12] a DTensor, as the weights are
+    norm = nn.utils.get_total_norm(state.model.parameters()).full_tensor()
+    # [09] otherwise a run that diverged resumes from useless weights, again and again
+    if not (norm + state.sums.sum()).isfinite():
+        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
+        return
+    path = args.checkpoint_dir / checkpoint.name(state.step)
+    # [13] until all have written: otherwise an unfinished one looks like a checkpoint
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        dcp.save({"app": state}, checkpoint_id=unfinished)
+    except dcp.CheckpointException as error:
+        # [13] on all ranks, if one of them cannot write
+        log(f"step {state.step}: checkpoint not written ({checkpoint.reason(error)})")
+        if is_main_process():
+            checkpoint.remove(unfinished)  # [13] otherwise the disk stays full
+    else:
+        if is_main_process():
+            checkpoint.publish(unfinished, path, args.keep_checkpoints)
+
+
+def load_latest(args, state):
+    """Load the latest checkpoint that can be read, if there is one."""
+    if args.checkpoint_dir is None:
+        return
+    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
+    with one_line_errors("--checkpoint-dir:"):
+        launch.on_rank0(
+            checkpoint.check_flags, args.checkpoint_dir, flags, sharded=True
+        )
+        # [09] rank 0 looks, so that all resume from the same step
+        found = launch.on_rank0(checkpoint.paths, args.checkpoint_dir, sharded=True)
+    for path in found:
+        try:
+            dcp.load({"app": state}, checkpoint_id=path)
+        except dcp.CheckpointException as error:
+            # [13] on all ranks, if one of them cannot read
+            log(f"{path.name} not read ({checkpoint.reason(error)})")
+        else:
+            log(f"resumed from step {state.step}")
+            return
+    if found:
+        # [13] a load that failed has changed a part of the weights
+        fail(f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read")
+
+
+def run(args):
+    """Train and evaluate for --epochs, or only evaluate; return the exit code."""
+    train_loader, val_loader = make_loaders(args)
+    torch.manual_seed(args.seed)
+    # [11] the tokens are bytes, so there are 256
+    model = GPT(256, args.context_length, args.width, args.depth, args.heads)
+    model.to(args.dtype)  # [12] in CPU memory; fully_shard moves a block at a time
+    if args.evaluate:
+        with one_line_errors("--evaluate:"):
+            weights.load_weights(model, args.evaluate)
+    shard_model(args, model)  # [12] before the optimizer, which must update the shards
+    if args.evaluate:
+        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        return 0
+    # [11] each weight has a step size of its own; SGD gets less far in as many steps
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, args.weight_decay),
+        args.lr,
+        betas=(0.9, 0.95),  # [11] the usual ones for language models
+    )
+    scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))
+    log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
+    # [05] only fp16 needs it: the other formats have the range of float32
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
+    state = AppState(model, optimizer, scheduler, scaler)
+    load_latest(args, state)
+    # [09] an epoch whose steps are all done may still have to be evaluated
+    first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
+    received_signals = launch.catch_signals()
+    # [10] a group on the CPU: otherwise the answer waits for the GPU
+    group = dist.new_group(backend="gloo", timeout=args.timeout)
+    stop = partial(should_stop, received_signals, group)
+    for epoch in range(first_epoch, args.epochs + 1):
+        # [12] there is no wrapper: fully_shard has changed the model itself
+        train = train_one_epoch(args, epoch, model, train_loader, state, stop)
+        if train is None:
+            return 143  # [10] not 0: otherwise nobody starts the run again
+        val = evaluate(args, model, val_loader)
+        log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
+        # [11] the loss in nats, as the bits per byte of a compressor with this model
+        bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
+        log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
+        if not math.isfinite(train["loss"] + val["loss"]):
+            # otherwise useless weights overwrite the last good ones
+            log("stopped: the loss is not finite; a lower --lr may help")
+            return 1
+        if args.out_dir:
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
+            state_dict = get_model_state_dict(model, options=whole)
+            if is_main_process():
+                weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+    if args.sample:  # [11] by all ranks, which draw the same bytes
+        log(generate(model, b"\n", args.sample).decode(errors="replace"))
+    return 0
+
+
+def main():
+    args = parse_args()
+    args.device = setup(args)
+    args.mesh = make_mesh(args)
+    # [14] which samples are this process's, and which shard of each layer
+    args.dp_rank, args.tp_rank = args.mesh.get_coordinate()
+    exit_code = run(args)
+    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    gc.collect()
+    dist.destroy_process_group()
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

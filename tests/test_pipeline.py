@@ -1,0 +1,476 @@
+"""The pipeline of 14_tensor_parallel/pipeline_parallel.ipynb, and what goes wrong."""
+
+import itertools
+import re
+import shutil
+import sys
+from fractions import Fraction
+
+import nbformat
+import pytest
+import torch
+
+from common import text
+from tests.conftest import only_in_sweep
+from tests.training import replace_once
+from tools import harness
+from tools.stages import ROOT
+
+(PROGRAM,) = ROOT.glob("*/demos/pipeline.py")
+DEMOS, FOLDER = PROGRAM.parent, PROGRAM.parents[1]
+NOTEBOOK = FOLDER / "pipeline_parallel.ipynb"
+
+sys.path.insert(0, str(DEMOS))
+
+import pipeline
+import pipeline_bubble
+
+
+def run(program, processes, *flags, **options):
+    """Run a demo in forks; return its Done."""
+    command = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    return harness.run([*command, DEMOS / program, *flags], forks=True, **options)
+
+
+def differences(done):
+    """Return how far weights and losses are from one process's, as printed."""
+    pattern = r"^largest difference .* weights (\S+), losses (\S+)$"
+    return [float(n) for n in re.search(pattern, done.stdout, re.MULTILINE).groups()]
+
+
+# ---- the same training ---------------------------------------------------------------
+CASES = [
+    ("gpipe", 2, 4),
+    ("1f1b", 4, 6),
+    only_in_sweep("1f1b", 2, 4),
+    only_in_sweep("gpipe", 4, 6),
+    only_in_sweep("1f1b", 3, 3),
+    only_in_sweep("gpipe", 3, 2),
+]
+with_each_case = pytest.mark.parametrize("schedule, processes, micro_batches", CASES)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Return a function that trains in float64, once for the same arguments."""
+    done = {}
+
+    def get(schedule, processes, micro_batches):
+        key = (schedule, processes, micro_batches)
+        if key not in done:
+            flags = ["--schedule", schedule, "--micro-batches", micro_batches]
+            flags += ["--steps", 4, "--dtype", "float64"]
+            done[key] = run("pipeline.py", processes, *flags)
+        return done[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The model that one process trains in four steps, and the loss of each."""
+    args = pipeline.parse_args(["--steps", "4", "--dtype", "float64"])
+    windows, _ = text.load(None, context_length=32)
+    return pipeline.train_alone(args, windows, torch.device("cpu"))
+
+
+@with_each_case
+def test_it_trains_as_one_process_does(
+    schedule, processes, micro_batches, trained, alone
+):
+    done = trained(schedule, processes, micro_batches)
+    assert max(differences(done)) <= pipeline.TOLERANCE
+    expected = [f"step {n}: loss {loss:.4f}" for n, loss in enumerate(alone[1], 1)]
+    assert re.findall("^step .*", done.stdout, re.MULTILINE) == expected
+    assert alone[1][-1] < alone[1][0] - 0.3  # otherwise nothing was trained
+    args = pipeline.parse_args(["--dtype", "float64"])
+    _, val_windows = text.load(None, context_length=32)
+    inputs, targets = pipeline.get_batch(args, val_windows, 0, torch.device("cpu"))
+    val_loss = pipeline.loss_fn(alone[0](inputs), targets).item()
+    assert f"\nvalidation loss {val_loss:.4f}\n" in done.stdout
+
+
+def test_a_training_that_differs_fails(tmp_path):
+    """Without the all-reduce, each process clips by a norm of its own."""
+    copy = tmp_path / "stage/demos/pipeline.py"
+    copy.parent.mkdir(parents=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=ignored)
+    replace_once(PROGRAM, ("    dist.all_reduce(square)", "    #"), target=copy)
+    done = run(copy, 2, "--steps", 2, "--dtype", "float64", code=1)
+    assert differences(done)[0] > 1e-4
+
+
+def test_the_activations_of_a_micro_batch_are_kept_as_often(trained):
+    """Of each micro-batch in flight; the processes have as many blocks each."""
+    done = trained("1f1b", 4, 6)
+    kept = [float(n) for n in re.findall(r"in flight, (\S+) MB", done.stdout)]
+    tokens = 24 // 6 * 32
+    # Of a block, at least what enters and leaves both norms, queries, keys and values,
+    # what attention returns, and what the wide layer and its activation return.
+    smallest = tokens * 64 * 8 * (2 + 2 + 3 + 1 + 2 * 4) / 1e6
+    assert len(kept) == 4
+    for left, size in zip((4, 3, 2, 1), kept, strict=True):
+        assert left * smallest < size < 1.5 * left * smallest
+
+
+@with_each_case
+def test_how_many_micro_batches_are_in_flight(
+    schedule, processes, micro_batches, trained
+):
+    done = trained(schedule, processes, micro_batches)
+    found = re.findall(r"rank (\d): .*; (.*); at most (\d) in flight", done.stdout)
+    assert len(found) == processes
+    for rank, passes, most in found:
+        left = processes - int(rank)
+        expected = micro_batches if schedule == "gpipe" else min(left, micro_batches)
+        assert int(most) == expected
+        names = [f"{kind}{n}" for kind in "FB" for n in range(micro_batches)]
+        assert sorted(passes.split()) == sorted(names)
+
+
+def test_each_process_holds_its_blocks(trained):
+    done = trained("1f1b", 4, 6)
+    held = [float(n) for n in re.findall(r"rank \d: (\S+)% of", done.stdout)]
+    assert sum(held) == pytest.approx(100, abs=0.2)
+    assert max(held) < 30
+
+
+def test_most_in_flight_counts_what_is_not_yet_backward():
+    assert pipeline.most_in_flight(["F0", "F1", "B0", "F2", "F3", "B1", "B2"]) == 3
+    assert pipeline.most_in_flight(["F0", "B0", "F1", "B1"]) == 1
+
+
+# ---- checkpoints ---------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of four steps on two processes."""
+    folder = tmp_path_factory.mktemp("pipeline") / "saved"
+    run("pipeline.py", 2, "--steps", 4, "--dtype", "float64", "--save", folder)
+    return folder
+
+
+@pytest.mark.usefixtures("group")
+def test_one_process_loads_what_two_have_saved(saved, alone):
+    args = pipeline.parse_args(["--dtype", "float64"])
+    model = pipeline.make_model(args)
+    optimizer = pipeline.make_optimizer(model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert pipeline.load(saved, model, optimizer) == 4
+    expected = alone[0].state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+        assert not weight.equal(before[name])
+    steps = [int(state["step"]) for state in optimizer.state.values()]
+    assert steps == [4] * len(expected)
+
+
+@pytest.mark.parametrize(
+    "schedule, processes", [("gpipe", 4), only_in_sweep("1f1b", 2)]
+)
+def test_a_resumed_training_is_that_of_one_process(schedule, processes, saved):
+    flags = ["--schedule", schedule, "--load", saved, "--dtype", "float64"]
+    done = run("pipeline.py", processes, *flags, "--steps", 6)
+    assert re.findall(r"^step (\d)", done.stdout, re.MULTILINE) == ["5", "6"]
+    assert max(differences(done)) <= pipeline.TOLERANCE
+
+
+# ---- bad input -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "processes, flags, reason",
+    [
+        (2, "--batch-size 10", "--batch-size 10 must be divisible by --micro-batches"),
+        (2, "--micro-batches 1", "1f1b needs as many as there are processes (2)"),
+        (2, "--depth 1", "--depth 1: 2 processes need a block each, or more"),
+        (1, "", "a pipeline needs 2 processes or more: use --nproc-per-node=2"),
+        (2, "--load nowhere", "--load nowhere: there is no checkpoint"),
+        (2, "--load {saved} --depth 5", "Missing key in checkpoint state_dict: model."),
+        (2, "--load {saved} --steps 4", "--steps 4: the checkpoint is of step 4"),
+        (2, "--schedule zero", "--schedule: invalid choice: 'zero'"),
+        (2, "--micro-batches 0", "--micro-batches: '0' is not an integer, 1 or more"),
+        (2, "--save /dev/null", "--save: /dev/null is a file, not a directory"),
+    ],
+)
+def test_bad_input_is_one_line(processes, flags, reason, saved):
+    words = flags.format(saved=saved).split()
+    done = run("pipeline.py", processes, *words, code=2)
+    for rank in done.ranks:
+        (line,) = rank.stderr.splitlines()
+        assert line.startswith("pipeline.py: error: ") and reason in line
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "program, flags, reason",
+    [
+        ("pipeline_bubble.py", "--micro-batches 1", "1f1b needs 2 or more"),
+        ("pipeline_bubble.py", "--milliseconds -1", "'-1' is not a number, 0 or more"),
+        ("pipeline_mistakes.py", "", "name one or more of the mistakes: uneven, "),
+        ("pipeline_mistakes.py", "norm none", "name one or more of the mistakes: "),
+    ],
+)
+def test_bad_input_of_the_other_programs_is_one_line(program, flags, reason):
+    done = run(program, 2, *flags.split(), code=2)
+    for rank in done.ranks:
+        (line,) = rank.stderr.splitlines()
+        assert line.startswith(f"{program}: error: ") and reason in line
+
+
+@pytest.mark.parametrize("program", ["pipeline.py", "pipeline_bubble.py"])
+def test_without_a_launcher_the_command_is_named(program):
+    done = harness.run(["python", DEMOS / program], forks=True, code=2)
+    (line,) = done.stderr.splitlines()
+    name = f"{FOLDER.name}/demos/{program}"
+    assert line.startswith(f"{program}: error: RANK is not set; a launcher sets it")
+    assert re.search(rf"start with torchrun --standalone \S+ {name}$", line)
+
+
+# ---- the bubble ----------------------------------------------------------------------
+def gpipe(processes, micro_batches):
+    numbers = range(micro_batches)
+    order = [*(f"F{n}" for n in numbers), *(f"B{n}" for n in numbers)]
+    return [order] * processes
+
+
+def one_forward_one_backward(processes, micro_batches):
+    orders = []
+    for rank in range(processes):
+        ahead = processes - 1 - rank
+        pairs = [(f"F{n + ahead}", f"B{n}") for n in range(micro_batches - ahead)]
+        orders.append([f"F{n}" for n in range(ahead)])
+        orders[-1] += itertools.chain.from_iterable(pairs)
+        orders[-1] += [f"B{n}" for n in range(micro_batches - ahead, micro_batches)]
+    return orders
+
+
+@pytest.mark.parametrize("make_orders", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize("processes", range(1, 6))
+@pytest.mark.parametrize("more", range(4))
+def test_the_bubble_is_that_of_the_formula(make_orders, processes, more):
+    micro_batches = processes + more
+    orders = make_orders(processes, micro_batches)
+    slots = pipeline_bubble.timeline(orders)
+    ends = micro_batches + processes - 1
+    assert pipeline_bubble.bubble(slots) == Fraction(processes - 1, ends)
+    assert {len(row) for row in slots} == {2 * ends}
+    for row, order in zip(slots, orders, strict=True):
+        assert [each for each in row if each != pipeline_bubble.IDLE] == order
+        assert max(pipeline_bubble.held(row)) == pipeline.most_in_flight(order)
+
+
+def test_a_pass_waits_for_its_neighbor():
+    slots = pipeline_bubble.timeline([["F0", "B0"], ["F0", "B0"]])
+    assert slots == [["F0", ".", ".", "B0"], [".", "F0", "B0", "."]]
+    assert pipeline_bubble.held(slots[0]) == [1, 1, 1, 1]
+    assert pipeline_bubble.held(slots[1]) == [0, 1, 1, 0]
+
+
+def test_orders_in_which_all_wait_are_refused():
+    with pytest.raises(ValueError, match="each process waits for another"):
+        pipeline_bubble.timeline([["B0", "F0"], ["F0", "B0"]])
+
+
+@pytest.mark.parametrize(
+    "processes, micro_batches", [(2, 4), only_in_sweep(4, 8), only_in_sweep(3, 3)]
+)
+def test_the_slots_of_torchs_own_schedules(processes, micro_batches):
+    flags = ["--micro-batches", micro_batches]
+    done = run("pipeline_bubble.py", processes, *flags)
+    timelines = pipeline_bubble.read(done.stdout)
+    assert [title.split(":")[0] for title in timelines] == ["GPipe", "1F1B"]
+    wanted = [gpipe, one_forward_one_backward]
+    for (title, slots), make_orders in zip(timelines.items(), wanted, strict=True):
+        orders = make_orders(processes, micro_batches)
+        assert slots == pipeline_bubble.timeline(orders)
+        expected = Fraction(processes - 1, micro_batches + processes - 1)
+        assert title.endswith(f"bubble {expected}, (p-1)/(m+p-1) = {expected}")
+    assert "measured" not in done.stdout
+
+
+def test_passes_that_wait_are_measured():
+    """What does not go by in the eight passes of 20 ms is the bubble."""
+    done = run("pipeline_bubble.py", 2, "--milliseconds", 20)
+    measured = re.findall(r"measured: (\d+) ms, bubble (\S+)", done.stdout)
+    assert len(measured) == 2
+    for milliseconds, share in measured:
+        assert float(share) == pytest.approx(1 - 8 * 20 / int(milliseconds), abs=0.01)
+
+
+# ---- the other demos -----------------------------------------------------------------
+def test_a_traced_model_keeps_its_names_and_gradients():
+    """The program asserts that the gradients are those of one process."""
+    done = run("pipeline_traced.py", 2)
+    assert "rank 0: 26 of 53 weights, tokens.weight is the first" in done.stdout
+    assert "rank 1: 27 of 53 weights, blocks.2.norm1.weight is the first" in done.stdout
+
+
+def test_pipelines_with_fsdp_train_as_one_process_does():
+    """The program asserts that the weights are those of one process."""
+    lines = run("pipeline_grid.py", 4).stdout.splitlines()
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank, (line, (pp, dp)) in enumerate(zip(lines, places, strict=True)):
+        share = re.fullmatch(rf"rank {rank}: pp {pp}, dp {dp}, (\S+)% of .*", line)[1]
+        assert float(share) == pytest.approx(25, abs=1)
+
+
+def test_what_a_process_sends():
+    """By formula: activations at the border, in each block, or all the weights."""
+    printed = run("pipeline_traffic.py", 2).stdout
+    found = dict(re.findall(r"^(\S+(?: \S+)?) +\d+ calls +(\S+) b", printed, re.M))
+    sent = {name: int(size.replace(",", "")) for name, size in found.items()}
+    activations = 24 * 32 * 64 * 4  # sequences, bytes, width, float32
+    assert sent["pipeline"] == activations
+    assert sent["tensor parallel"] == 4 * 4 * activations
+    model = pipeline.make_model(pipeline.parse_args([]))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    blocks = sum(weight.nbytes for weight in model.blocks.parameters())
+    # gathered for forward, blocks again for backward, and gradients scattered
+    assert sent["FSDP"] == (2 * weights + blocks) // 2
+
+
+# ---- what goes wrong -----------------------------------------------------------------
+CLOSED = "Connection closed by peer|Connection reset by peer"
+RAISED = {
+    "uneven": [CLOSED, r"Expected input batch_size \(96\) to match target .* \(64\)"],
+    "smaller": [CLOSED, r"Expected input batch_size \(192\) .* batch_size \(96\)"],
+    "few": [r"Number of microbatches \(1\) must be .* the number of stages \(2\)"] * 2,
+    "no_targets": [CLOSED, "Stage 1: loss_fn and target required for"],
+    "no_inputs": [r"Part.forward\(\) missing 1 required positional", CLOSED],
+    "alone": [CLOSED, "Timed out waiting 10000ms for recv|Application timeout caused"],
+    "groups": ["KeyError: 'betas'", CLOSED],
+}
+
+
+@pytest.mark.parametrize("mistake", RAISED)
+def test_a_mistake_raises_what_the_notebook_shows(mistake):
+    done = run("pipeline_mistakes.py", 2, mistake, code=None)
+    assert [rank.returncode for rank in done.ranks] == [1, 1]
+    for rank, pattern in zip(done.ranks, RAISED[mistake], strict=True):
+        assert re.search(pattern, rank.stderr), rank.stderr
+
+
+def test_debugging_names_the_shape_that_is_wrong():
+    # not in forks, because torch reads the variable when it is imported
+    launcher = "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --standalone --nproc-per-node=2"
+    program = [DEMOS / "pipeline_mistakes.py", "uneven"]
+    done = harness.run([*launcher.split(), *program], code=1)
+    says = "Stage 0 forward inputs[0]: shape mismatch: torch.Size([3, 32]) vs torch"
+    assert says in done.stderr
+
+
+SILENT = ("norm", "divided", "twice", "padded", "sampler", "outputs", "tied", "whole")
+
+
+@pytest.fixture(scope="module")
+def silent():
+    """Return {mistake: the lines that it prints}."""
+    printed = run("pipeline_mistakes.py", 2, *SILENT).stdout
+    _, *parts = re.split(r"^== (\w+)\n", printed, flags=re.MULTILINE)
+    found = dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))
+    assert tuple(found) == SILENT
+    return found
+
+
+def numbers(lines):
+    """Return the number at the end of each line that ends with one."""
+    ends = [line.split()[-1].replace(",", "") for line in lines]
+    return [float(end) for end in ends if re.fullmatch(r"\d+(\.\d+)?(e[+-]\d+)?", end)]
+
+
+def losses(lines):
+    """Return the first and the last loss of each training."""
+    pairs = re.findall(r"the loss falls from (\S+) to (\S+)", "\n".join(lines))
+    return [(float(first), float(last)) for first, last in pairs]
+
+
+def test_a_norm_of_its_own_gives_other_weights(silent):
+    wrong, *own, right, one, other = numbers(silent["norm"])
+    assert len(own) == 2 and min(own) > 1e-3
+    assert max(one, other) <= pipeline.TOLERANCE
+    assert wrong != right
+    for first, last in losses(silent["norm"]):
+        assert last < first - 0.5
+
+
+def test_a_divided_loss_divides_the_gradient_again(silent):
+    divided, right = numbers(silent["divided"])
+    assert right == pytest.approx(4 * divided, rel=1e-3)
+
+
+def test_a_second_step_or_an_evaluation_divides_the_first_gradient_again(silent):
+    found = numbers(silent["twice"])
+    assert min(found[:2]) > 1e-2
+    assert len(found) == 6 and max(found[2:]) <= pipeline.TOLERANCE
+
+
+def test_a_mean_of_means_is_wrong_if_some_targets_do_not_count(silent):
+    one, *of_pipelines = re.findall(r"loss (\d\S+\d)", "\n".join(silent["padded"]))
+    assert of_pipelines[0] != one == of_pipelines[1]
+    *wrong, right, same = numbers(silent["padded"])[1:]
+    assert len(wrong) == 2 and min(wrong) > 1e-3
+    assert max(right, same) <= pipeline.TOLERANCE
+
+
+def test_a_sampler_of_each_rank_separates_inputs_from_targets(silent):
+    shown = [line.partition("sequences ")[2] for line in silent["sampler"]]
+    one, other, same, again = filter(None, shown)
+    assert one != other and same == again
+    (_, wrong), (_, right) = losses(silent["sampler"])
+    assert right + 0.2 < wrong < 4  # of 256 tokens, log 256 = 5.5
+
+
+def test_outputs_are_kept_unless_told_otherwise(silent):
+    logits = 24 * 32 * 256 * 8
+    # step by default, and without outputs; eval, and the program's evaluate
+    assert numbers(silent["outputs"]) == [0, logits, 0, 0, 0, logits, 0, 0]
+
+
+def test_tied_weights_move_apart_unless_their_gradients_are_added_up(silent):
+    _, apart, *others, _, together, one, other = numbers(silent["tied"])
+    assert len(others) == 2 and min(apart, *others) > 1e-2
+    assert together == 0
+    assert max(one, other) <= pipeline.TOLERANCE
+    for first, last in losses(silent["tied"]):
+        assert last < first - 0.5
+
+
+def test_a_full_state_dict_has_the_own_weights_only(silent):
+    assert silent["whole"] == [
+        "  process 0: 26 weights, tokens.weight is the first",
+        "  process 1: 27 weights, blocks.2.norm1.weight is the first",
+    ]
+
+
+# ---- the exercises -------------------------------------------------------------------
+def tagged(tag):
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    return [cell.source for cell in cells if cell.metadata.get("tags") == [tag]]
+
+
+def solutions():
+    """Return the solutions of this notebook's exercises, which others may follow."""
+    source = (FOLDER / "solutions.py").read_text()
+    banner = r"^# -+ pipeline_parallel.ipynb, exercise \d+ -+\n"
+    _, *parts = re.split(banner, source, flags=re.MULTILINE)
+    return [part.partition("# ----")[0] for part in parts]
+
+
+def said(answer, check, capsys):
+    """Return the last line that a check prints after an answer."""
+    program = ["from fractions import Fraction", "from nbtools import lesson"]
+    exec("\n".join([*program, answer, check]), {})
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_solutions_are_linked():
+    assert "](solutions.py)" in NOTEBOOK.read_text()
+    assert len(solutions()) == len(tagged("exercise")) == len(tagged("check")) == 2
+
+
+@pytest.mark.parametrize("n", range(2))
+def test_an_exercise_is_solved_by_its_solution_only(n, capsys):
+    check = tagged("check")[n]
+    unsolved = said(tagged("exercise")[n], check, capsys)
+    assert re.match(r"Not solved yet: (?!\w+(Error|:)).{10,}", unsolved)
+    assert said(solutions()[n], check, capsys) == "Solved."
