@@ -1,6 +1,8 @@
-"""What the tests of the neighbors with an environment of their own share."""
+"""What the tests of the programs in recipes/neighbors share."""
 
+import ast
 import os
+import shlex
 import shutil
 
 import pytest
@@ -14,7 +16,16 @@ from tools.stages import first_with
 from tools.weights import max_abs_diff
 
 STAGE = first_with("ddp")
+FOLDER = ROOT / "recipes/neighbors"
 FLAGS = (*DOUBLE, "--device", "cpu")
+
+
+def docstring(program):
+    """Return a program's last command as words, and the lines that it prints."""
+    text = ast.get_docstring(ast.parse((FOLDER / program).read_text()))
+    shown = text.replace("\\\n", "").split("$ ")[-1]
+    command, *printed = shown.splitlines()
+    return shlex.split(command), printed
 
 
 def train_stage_03(trained, *flags):

@@ -3,12 +3,13 @@
 import ast
 import importlib.metadata
 import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.neighbors_harness import FOLDER
+from tests.neighbors_harness import docstring
 from tests.training import DOUBLE
 from tests.training import losses
 from tests.training import replace_once
@@ -17,12 +18,22 @@ from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 
-FOLDER = ROOT / "recipes/neighbors"
-PAGE = ROOT / "docs/neighbors.md"
+PAGE = ROOT / "docs/other_libraries.md"
 STAGE = first_with("ddp")
 ACCELERATE, FABRIC = "accelerate_train.py", "fabric_train.py"
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning-fabric"}
-TABLES = [*PACKAGES, "ray_train.py", "horovod_train.py"]
+STAGE_03 = ("stage 03", ROOT / STAGE / "train.py")
+FSDP = ("fsdp.py", ROOT / "your_own_script/hugging_face/fsdp.py")
+# {program: (heading of its table's left column, file whose lines that column shows)}
+TABLES = {
+    ACCELERATE: STAGE_03,
+    FABRIC: STAGE_03,
+    "ray_train.py": STAGE_03,
+    "horovod_train.py": STAGE_03,
+    "hf_accelerate.py": FSDP,
+    "hf_trainer.py": FSDP,
+    "hf_distributed_config.py": FSDP,
+}
 SAME = "weights differ by less than 1e-10; processes: {}\n"
 DIFFERENT = "AssertionError: largest difference from stage 03's weights"
 
@@ -33,14 +44,6 @@ def reference(trained, device):
     if device == "cuda":
         pytest.skip("the programs have not been tried on GPUs")
     return trained(STAGE, 2, *DOUBLE, how=train_in_forks)
-
-
-def docstring(program):
-    """Return a program's command as words, and the lines that it prints."""
-    text = ast.get_docstring(ast.parse((FOLDER / program).read_text()))
-    shown = text.replace("\\\n", "").split("$ ")[-1]
-    command, *printed = shown.splitlines()
-    return shlex.split(command), printed
 
 
 def run(words, reference, folder, code=0, **variables):
@@ -196,15 +199,15 @@ def code_of(path):
 @pytest.mark.parametrize("program", TABLES)
 def test_the_table_shows_lines_of_both_files(program):
     """`...` stands for anything; a cell without a line has words."""
-    sections = re.split("^## ", PAGE.read_text(), flags=re.MULTILINE)
+    heading, left = TABLES[program]
+    sections = re.split("^##+ ", PAGE.read_text(), flags=re.MULTILINE)
     (section,) = [each for each in sections if program in each]
-    table = section.partition("| stage 03 |")[2]
+    table = section.partition(f"| {heading} |")[2]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)
     rows = [row for row in rows if "`" in row[0]]
     assert len(rows) >= 8
     for row in rows:
-        files = ROOT / STAGE / "train.py", FOLDER / program
-        for cell, path in zip(row, files, strict=True):
+        for cell, path in zip(row, (left, FOLDER / program), strict=True):
             for line in re.findall("`([^`]+)`", cell):
                 parts = without_spaces(line).split("...")
                 pattern = ".*".join(map(re.escape, parts))

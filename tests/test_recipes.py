@@ -23,6 +23,7 @@ from tools.stages import ROOT
 FOLDER = ROOT / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 DEBUGGER = "debug_one_rank.py"
+RING = "ring_attention.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
 ONE_PROCESS = {"loader_memory.py"}  # started by python
@@ -32,6 +33,10 @@ MEASURED = {
     "comm_hook_bf16.py": [(r"differences: \d\.\de-\d+ \d\.\de-\d+\n", 1)],
     "prefetcher.py": [(r"a step's wait for its batch: (?:[\d.]+ ms|no GPU)\n", 4)],
     "profile_step.py": [(r"hidden: \d+% of the time\n", 2)],
+    RING: [(r"differences up to \d\.\de[+-]\d+\n", 1)],
+    "torch_compile_fsdp.py": [
+        (r"(?:inductor|aot_eager): differences up to \d\.\de[+-]\d+\n", 2)
+    ],
 }
 OURS = {"benchmarks", "common", "nbtools", "tests", "tools"}
 
@@ -83,8 +88,13 @@ BREAKS = {
     "rank0_prepares_data.py": Break(
         "dist.barrier(patient_group)", "pass", "FileNotFoundError"
     ),
+    RING: Break("(old - new).exp()", "1"),
     "sync_batchnorm.py": Break("dist.all_reduce(gradient)", "pass"),
     "torch_compile.py": Break("model.compile(backend=backend)", "pass"),
+    "torch_compile_fsdp.py": Break(
+        "block.compile(backend=backend, fullgraph=True)\n        fully_shard(block)",
+        "fully_shard(block)",
+    ),
     "two_networks.py": Break(
         'with getattr(discriminator, "no_sync", contextlib.nullcontext)():',
         "with contextlib.nullcontext():",
@@ -94,6 +104,26 @@ BREAKS = {
         "manual_seed(self.seed + self.epoch)", "manual_seed(self.seed + self.rank)"
     ),
 }
+# [(recipe, another Break)]
+MORE_BREAKS = [
+    # the causal mask, made from positions that each rank counts from 0
+    (RING, Break("positions[dist.get_rank()], positions[source]", "positions[[0, 0]]")),
+    # the gradient of a block stays with the rank that was the last to add to it
+    (RING, Break("return grad_q, arrive(), None", "return grad_q, grad_kv, None")),
+]
+ALL_BREAKS = [*BREAKS.items(), *MORE_BREAKS]
+# What ring_attention.py does by hand, with torch's own prototype.
+CONTEXT_PARALLEL = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.experimental import context_parallel
+
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+q, k, v = torch.randn(3, 2, 4, 48, 16).unbind()
+with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+"""
 
 
 def docstring(recipe):
@@ -106,17 +136,20 @@ def docstring(recipe):
     return question, answer, command.removeprefix("$ "), printed
 
 
-def run(recipe, folder, device, processes=2, script=None, code=0, forks=True):
+def run(
+    recipe, folder, device, processes=2, script=None, code=0, forks=True, **variables
+):
     """Run a recipe's command, or another script in the recipe's place; return a Done.
 
     What the docstring shows after pdb's prompts is typed, in a terminal.
+    variables: of the environment.
     """
     _, _, command, printed = docstring(recipe)
     command = command.replace("node=2", f"node={processes}")
     if script:
         command = command.replace(f"recipes/{recipe}", str(script))
     # W&B keeps to the folder
-    variables = {"WANDB_CACHE_DIR": folder, "WANDB_ERROR_REPORTING": "false"}
+    variables |= {"WANDB_CACHE_DIR": folder, "WANDB_ERROR_REPORTING": "false"}
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     typed = [line.removeprefix(PROMPT) for line in printed if line.startswith(PROMPT)]
@@ -234,6 +267,39 @@ def test_two_calls_before_one_backward_failed_before_the_fix(tmp_path, device, t
 
 
 @pytest.mark.sweep
+def test_a_missing_compiler_is_named_and_aot_eager_used(tmp_path, device, two):
+    """Inductor would raise InvalidCxxCompiler: no program is found in an empty PATH."""
+    recipe = "torch_compile_fsdp.py"
+    done = run(recipe, tmp_path, device, two, PATH=tmp_path, CXX=None)
+    assert_shows(done, docstring(recipe)[-1])
+    lines = done.stderr.splitlines()
+    assert lines.count("no g++: aot_eager takes Inductor's place") == 1, done.stderr
+    assert not any(line.startswith("inductor: ") for line in lines)
+    assert any(line.startswith("aot_eager: ") for line in lines), done.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes, blocks", [(1, 1), (4, 3)])
+def test_ring_attention_holds_three_blocks_at_most(processes, blocks, tmp_path, device):
+    """The proof holds on one process and on four, which never have all the keys."""
+    if counts(device)[-1] < processes:
+        pytest.skip("not enough GPUs")
+    done = run(RING, tmp_path, device, processes)
+    assert f"bytes, {blocks} of {processes} blocks\n" in done.stdout
+
+
+@pytest.mark.sweep
+def test_context_parallel_of_torch_fails_on_a_cpu(tmp_path):
+    """With the words that the recipe quotes; if torch has learned it, say so there."""
+    script = tmp_path / "context_parallel.py"
+    script.write_text(CONTEXT_PARALLEL)
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", script]
+    done = harness.run(command, tmp_path, 1, forks=True, CUDA_VISIBLE_DEVICES="")
+    message = re.search(r"NotImplementedError: (.+)", done.stderr)[1]
+    assert f'On a CPU it fails: "{message}"' in " ".join(docstring(RING)[1].split())
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("recipe", DISTRIBUTED)
 def test_the_proof_holds_on_three_processes(recipe, tmp_path, device):
     if counts(device)[-1] < 3:
@@ -242,9 +308,10 @@ def test_the_proof_holds_on_three_processes(recipe, tmp_path, device):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_broken_recipe_fails(recipe, tmp_path, device, two):
-    change = BREAKS[recipe]
+@pytest.mark.parametrize(
+    ("recipe", "change"), ALL_BREAKS, ids=[recipe for recipe, _ in ALL_BREAKS]
+)
+def test_a_broken_recipe_fails(recipe, change, tmp_path, device, two):
     script = tmp_path / recipe
     replace_once(FOLDER / recipe, (change.text, change.replacement), target=script)
     done = run(recipe, tmp_path, device, two, script, code=1)

@@ -28,6 +28,11 @@ BEFORE, AFTER = FOLDER / "before.py", FOLDER / "after.py"
 DDP, FSDP = FOLDER / "ddp.py", FOLDER / "fsdp.py"
 RESUME = FOLDER / "fsdp_resume.py"
 PAIRS = {"DDP": (BEFORE, AFTER), "FSDP": (DDP, FSDP), "RESUME": (FSDP, RESUME)}
+# What these scripts train is tested in tests/test_hugging_face.py.
+HF = FOLDER / "hugging_face"
+HF_PAGE = (HF / "README.md").read_text()
+PAIRS["HF"] = (HF / "before.py", HF / "fsdp.py")
+PAIRS["LORA"] = (HF / "fsdp.py", HF / "lora.py")
 TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
 FSDP_VAL_SIZE = 961
 STEPS = TRAIN_SIZE // BATCH_SIZE
@@ -320,6 +325,32 @@ LINES = {
         "dist.all_reduce(most, dist.ReduceOp.MAX)",
         "get_model_state_dict(model, options=whole)",
     ],
+    "HF": [
+        'with torch.device("meta")',
+        "AutoModelForCausalLM.from_config(",
+        "fully_shard(block, **options)",
+        "fully_shard(embedding, **options)",
+        "fully_shard(head, reshard_after_forward=False, **options)",
+        "fully_shard(model, **options)",
+        "MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)",
+        "model.to_empty(device=device)",
+        "for name, tensor in model.state_dict().items():",
+        "dcp.HuggingFaceStorageReader(args.model)",
+        "model._init_weights(module)",
+        "dist.all_reduce(tokens)",
+        "(loss_sum * dist.get_world_size() / tokens).backward()",
+        "dist.all_reduce(most, dist.ReduceOp.MAX)",
+        "get_model_state_dict(model, options=whole)",
+        "model.save_pretrained(args.out, state_dict=weights)",
+    ],
+    "LORA": [
+        "model.requires_grad_(False)",
+        "peft.get_peft_model(model, config)",
+        "torch.manual_seed(0)",
+        "set_model_state_dict(model, adapters, options=options)",
+        "ignore_frozen_params=True",
+        "torch.optim.AdamW(trained, lr=args.lr)",
+    ],
     "RESUME": [
         "get_state_dict(model, optimizer)",
         "dcp.save(",
@@ -360,7 +391,7 @@ def test_a_script_imports_nothing_but_torch(script):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_page_shows_the_diff(pair):
     shown = "\n".join(diff(pair, context=1))
-    assert f"```diff\n{shown}\n```" in PAGES
+    assert f"```diff\n{shown}\n```" in PAGES + HF_PAGE
 
 
 @pytest.mark.parametrize("pair", PAIRS)
