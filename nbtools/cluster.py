@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,18 +44,8 @@ def start(tracking=None):
     running = started.returncode == 0
     if started.stdout.startswith("started"):
         owner.write_text(str(os.getpid()))
-        # Not atexit: Jupyter kills its kernels. `tail` waits for this process to end.
-        wait_and_stop = (
-            f"tail --pid={os.getpid()} --sleep-interval=0.2 --follow /dev/null;"
-            f' [ "$(cat {owner})" = {os.getpid()} ] && bash {SCRIPT} stop'
-        )
-        subprocess.Popen(
-            ["bash", "-c", wait_and_stop],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        is_ours = f'[ "$(cat {owner})" = {os.getpid()} ]'
+        lesson.run_at_end(f"{is_ours} && bash {SCRIPT} stop")
     print(*(started.stdout or started.stderr).splitlines()[:1])
     if running and tracking:
         running = f"proctrack/{tracking}\n" in (folder / "slurm.conf").read_text()

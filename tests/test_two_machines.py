@@ -1,0 +1,116 @@
+"""Two machines, made of this one: tools/two_machines.sh."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.training import missing_for_two_machines
+from tools import harness
+from tools.stages import ROOT
+
+SCRIPT = ROOT / "tools/two_machines.sh"
+PAIR = f"test-{os.getpid()}-"
+
+
+@pytest.fixture(autouse=True)
+def needs_namespaces():
+    if missing := missing_for_two_machines():
+        pytest.skip(missing)
+
+
+@pytest.fixture
+def machines():
+    """Return a function that calls the script, with two machines that have started."""
+
+    def call(*words, code=0):
+        return harness.run(["bash", SCRIPT, *words], code=code, TWO_MACHINES=PAIR)
+
+    call("start")
+    yield call
+    call("stop")
+
+
+def names():
+    return subprocess.check_output(["ip", "netns"], text=True)
+
+
+def test_each_has_a_name_an_address_and_a_way_to_the_other(machines, tmp_path):
+    for one, other in ((1, 2), (2, 1)):
+        assert machines("on", one, "hostname").stdout == f"machine{one}\n"
+        shown = machines("on", one, "ip", "-br", "-4", "address", "show", "eth0").stdout
+        assert shown.split()[-1] == f"10.0.0.{one}/24"
+        found = machines("on", one, "getent", "hosts", f"machine{other}").stdout
+        assert found.split()[0] == f"10.0.0.{other}"
+    server = "import socket; s = socket.create_server(('', 5000)); s.accept()"
+    client = "import socket; print(socket.create_connection(('machine1', 5000)))"
+    command = ["bash", SCRIPT, "on", 1, "python", "-c", server]
+    with harness.start(command, tmp_path, TWO_MACHINES=PAIR) as job:
+        listening = ["on", 1, "ss", "-Hltn", "sport = :5000"]
+        harness.wait_until(lambda: machines(*listening).stdout, harness.LIMIT)
+        assert "10.0.0.1" in machines("on", 2, "python", "-c", client).stdout
+        assert job.wait().returncode == 0
+
+
+def test_the_own_name_can_mean_loopback(machines):
+    own = ("on", 2, "getent", "hosts", "machine2")
+    machines("hosts", "loopback")
+    assert machines(*own).stdout.split()[0] == "127.0.1.1"
+    assert machines("on", 1, "getent", "hosts", "machine2").stdout.startswith(
+        "10.0.0.2"
+    )
+    machines("hosts", "eth0")
+    assert machines(*own).stdout.split()[0] == "10.0.0.2"
+
+
+def test_the_cable_can_be_pulled(machines):
+    state = ("on", 1, "cat", "/sys/class/net/eth0/carrier")
+    assert machines(*state).stdout == "1\n"
+    machines("cable", "out")
+    assert machines(*state).stdout == "0\n"
+    machines("cable", "in")
+    assert machines(*state).stdout == "1\n"
+
+
+def test_stop_ends_what_runs_and_leaves_nothing(machines, tmp_path):
+    command = ["bash", SCRIPT, "on", 1, "sleep", 3600]
+    with harness.start(command, tmp_path, TWO_MACHINES=PAIR) as job:
+        inside = ["ip", "netns", "pids", f"{PAIR}1"]
+        harness.wait_until(lambda: harness.run(inside).stdout, harness.LIMIT)
+        machines("stop")
+        assert job.wait().returncode != 0
+    assert PAIR not in names()
+    assert not [*Path("/etc/netns").glob(f"{PAIR}*")]
+    machines("stop")  # a second time
+    line = machines("on", 1, "true", code=2).stderr
+    assert line == "two_machines.sh: error: start the machines first\n"
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["start"], "the machines are already there"),
+        (["on", 1], "on 1: which command?"),
+    ],
+)
+def test_wrong_calls_are_one_line(words, line, machines):
+    done = machines(*words, code=2)
+    assert done.stderr == f"two_machines.sh: error: {line}\n"
+    assert names().count(PAIR) == 2
+
+
+def test_where_it_cannot_start_it_says_why_and_leaves_nothing(tmp_path):
+    (tmp_path / "ip").write_text("#!/bin/sh\nexit 1\n")  # namespaces are not allowed
+    (tmp_path / "ip").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", SCRIPT, "start"]
+    done = harness.run(command, code=2, PATH=path, TWO_MACHINES=PAIR)
+    error = "two_machines.sh: error: network namespaces are not allowed here\n"
+    assert done.stderr == error
+    command = ["setpriv", "--reuid=65534", "--clear-groups", *command]
+    done = harness.run(command, code=2, TWO_MACHINES=PAIR)
+    assert done.stderr == "two_machines.sh: error: network namespaces need root\n"
+    assert PAIR not in names()
+    usage = harness.run(["bash", SCRIPT, "on", 3], code=2).stderr
+    assert usage.startswith("Two machines, made of this one")
