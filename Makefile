@@ -54,9 +54,9 @@ endif
 demo: $(INSTALLED)
 	$(PY) -m tools.demo
 
-# Three workers on two cores: the tests often wait, for a timeout for instance.
+# Four workers on two cores: the tests often wait, for a timeout for instance.
 test: $(INSTALLED)
-	$(PY) -m pytest -n 3 $(ARGS)
+	$(PY) -m pytest -n 4 $(ARGS)
 
 benchmark: $(INSTALLED)
 	$(PY) -m benchmarks.compare $(ARGS)

@@ -38,7 +38,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     for line in (
-        "slow: runs notebooks; `make check` leaves these out",
+        "slow: notebooks, and what often waits; `make check` leaves these out",
         "fault(...): a row of docs/faults.md, see tools/fault_table.py",
         "sweep: one of many more cases of a claim; only --all runs it",
         "long: takes half an hour; only `make exits` runs it",
@@ -91,7 +91,7 @@ class Scheduling(LoadFileScheduling):
         if notebook is None:
             return super()._split_scope(nodeid)
         in_cluster = "cluster.start(" in (ROOT / notebook[2]).read_text()
-        if in_cluster and notebook[1] != "without_a_cluster":
+        if in_cluster and notebook[1] != "without_what_it_starts":
             return "notebooks with Slurm"
         return nodeid
 
