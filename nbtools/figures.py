@@ -1040,25 +1040,30 @@ def what_can_be_split():
 
 def three_meetings():
     """Draw how two torchruns and their ranks find each other on two machines."""
-    axis = canvas(4.6, (-0.4, 18.4), (-0.3, 7.2))
-    for x, name in ((0, "machine1"), (12.4, "machine2")):
-        rectangle = plt.Rectangle((x, 0), 5.6, 6.4, facecolor="none", edgecolor="gray")
-        axis.add_patch(rectangle)
-        axis.text(x + 2.8, 6.8, name, ha="center", va="center", weight="bold")
-    for x in (1.3, 16.7):
+    axis = canvas(4.6, (-0.4, 20.4), (-0.3, 7.2))
+    for x, width, name in ((0, 7.6, "machine1"), (15.4, 4.6, "machine2")):
+        frame = plt.Rectangle((x, 0), width, 6.4, facecolor="none", edgecolor="gray")
+        axis.add_patch(frame)
+        axis.text(x + width / 2, 6.8, name, ha="center", va="center", weight="bold")
+    for x in (1.4, 18):
         box(axis, x, 5.3, "torchrun", "tab:gray")
-    box(axis, 4.2, 5.3, "29500", "tab:orange")
-    box(axis, 4, 3.4, "MASTER_PORT", "tab:orange")
-    box(axis, 1.3, 1.5, "ranks\n0 and 1", "tab:blue")
-    box(axis, 16.7, 2.3, "\nranks\n2 and 3\n", "tab:blue")
+    box(axis, 5.7, 5.3, "29500\n(endpoint)", "tab:orange")
+    box(axis, 5.6, 3.3, "MASTER_PORT", "tab:orange")
+    box(axis, 1.4, 1.2, "ranks\n0 and 1", "tab:blue")
+    box(axis, 18, 1.7, "\nranks\n2 and 3\n", "tab:blue")
+    center = {"ha": "center", "va": "center"}
+    for end, x, y in (((4.4, 5.3), 3.5, 5.6), ((3.9, 3.6), 2.3, 3.9)):
+        arrow(axis, (2.5, 5.3 if y > 5 else 4.9), end, "tab:gray")
+        axis.text(x, y, "opens", color="gray", **center)
+    arrow(axis, (2.4, 1.8), (4.2, 2.8))
     for start, end, text, style in (
-        ((15.4, 5.3), (5.2, 5.3), "1  the torchruns meet", "->"),
-        ((15.4, 3.4), (6, 3.4), "2  the ranks meet", "->"),
-        ((15.6, 1.2), (2.4, 1.2), "3  each rank connects\nto the others", "<->"),
+        ((16.9, 5.3), (7, 5.3), "1  the torchruns meet", "->"),
+        ((17, 2.6), (7.4, 3.3), "2  the ranks meet", "->"),
+        ((17, 0.9), (2.4, 0.9), "3  each rank connects\nto the others", "<->"),
     ):
         arrow(axis, start, end, style=style)
-        above = 0.75 if "\n" in text else 0.4
-        axis.text(9, (start[1] + end[1]) / 2 + above, text, ha="center", va="center")
+        above = 0.7 if "\n" in text else 0.4
+        axis.text(11.5, (start[1] + end[1]) / 2 + above, text, **center)
     plt.show()
 
 
@@ -1294,7 +1299,7 @@ def two_products_on_two_ranks():
             text = f"A{part + 1}" if part == rank else ""
             matrix(3.2 + 2 * part, bottom + 0.5, 2, 2, of_rank, text)
         sign(7.9, middle, "=")
-        matrix(8.6, bottom + 0.5, 2, 2, color, f"h{rank + 1}")
+        matrix(8.6, bottom + 0.5, 2, 2, color, f"x A{rank + 1}")
         sign(11.6, middle, "→")
         matrix(12.6, bottom + 0.5, 2, 2, color, f"h{rank + 1}")
         sign(15.1, middle, "·")

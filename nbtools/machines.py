@@ -18,6 +18,10 @@ SCRIPT = lesson.ROOT / "tools/two_machines.sh"
 NOT_RUN = "(no network namespaces here: not run)"
 ADDRESSES = {1: "127.0.0.1", 2: "127.0.0.2"}  # without namespaces
 WIDTH = 44  # of machine1's column
+STAYS = re.compile(  # the lines that `shortened` keeps
+    r"^(?:\[rank\d+\]: )?(?:Traceback|[\w.]+Error\b)|failed \(exitcode| FAILED$|^=+$"
+    r"|^Root Cause|^  (?:rank|exitcode) "
+)
 running = False
 
 
@@ -67,12 +71,12 @@ def c10d(*options, processes=1, endpoint="machine1:29500", file=""):
     return " \\\n    ".join(lines)
 
 
-def static(machine):
+def static(machine, file=""):
     """Return a machine's command with numbers in place of a rendezvous."""
     lines = (
         f"torchrun --nnodes=2 --nproc-per-node=1 --node-rank={machine - 1}",
         "--master-addr=machine1 --master-port=29500",
-        "03_ddp_launch/demos/meet.py",
+        f"03_ddp_launch/demos/meet.py {file}".strip(),
     )
     return " \\\n    ".join(lines)
 
@@ -101,9 +105,9 @@ def started(command, second=None, needs_network=False):
 def finish(jobs, errors=None, fails=False):
     """Wait until two jobs have ended, and print what each has printed, in sorted order.
 
-    errors: a regular expression; its matches in what a job prints to standard error are
-    printed, too, each once. With it, or with `fails`, both jobs should fail. Returns a
-    harness.Done for each. Raises harness.CommandError if one ends in another way.
+    errors: `show_errors` prints these lines, too. With it, or with `fails`, both jobs
+    should fail. Returns a harness.Done for each. Raises harness.CommandError if one
+    ends in another way.
     """
     if not jobs:
         print(NOT_RUN)
@@ -114,14 +118,36 @@ def finish(jobs, errors=None, fails=False):
         if done.returncode == "hung" or failed != bool(errors or fails):
             raise harness.CommandError(f"{done.returncode}:\n{done.stderr}")
     show(*(sorted(done.stdout.splitlines()) for done in found))
+    if errors:
+        show_errors(found, errors)
+    return found
+
+
+def show_errors(found, errors):
+    """Print each match of `errors` in what two commands printed to standard error.
+
+    found: what `finish` returned; errors: a regular expression. A line is printed once.
+    """
     lines = []
-    for number, done in enumerate(found if errors else [], start=1):
+    for number, done in enumerate(found, start=1):
         seen = dict.fromkeys(map(without_varying, re.findall(errors, done.stderr)))
         lines += [f"machine{number} | {line}" for line in seen]
-    if errors and not lines:
+    if found and not lines:
         raise harness.CommandError(f"no {errors!r} in:\n{found}")
-    print("\n".join(lines), end="\n" if lines else "")
-    return found
+    print("\n".join(lines) or NOT_RUN)
+
+
+def print_when_seen(jobs, *patterns):
+    """Wait until each job has printed a line that matches its pattern; print it."""
+    pairs = zip(jobs, patterns, strict=bool(jobs))
+    for number, (job, pattern) in enumerate(pairs, start=1):
+        harness.wait_until(
+            lambda job=job, pattern=pattern: re.search(pattern, job.screen()),
+            harness.LIMIT,
+            job.screen,
+        )
+        job.look()
+        print(f"machine{number} | {re.search(pattern, job.screen())[0]}")
 
 
 def wait_for_new_peers(port, before):
@@ -144,10 +170,24 @@ def peers(port):
     return Counter(line.split()[-1].rpartition(":")[0] for line in lines)
 
 
-def run(command, second=None, needs_network=False, errors=None):
+def run(command, second=None, needs_network=False, errors=None, fails=False):
     """Run a command on both machines; see `started` and `finish`."""
     with started(command, second, needs_network) as jobs:
-        return finish(jobs, errors)
+        return finish(jobs, errors, fails)
+
+
+def shortened(stderr):
+    """Return standard error without most lines of tracebacks, and without numbers."""
+    lines = []
+    for line in map(str.rstrip, stderr.strip().splitlines()):
+        if STAYS.search(line):
+            line = re.sub(r"^[EW]\d{4} \S+ +\d+ \S+\] ", "", line)
+            line = re.sub(r"\[/\S+?:\d+\]", "[...]", line)
+            line = re.sub(r"\(pid: \d+\)", "(pid: ...)", line)
+            lines.append(re.sub(r"of binary: .*", "of binary: ...", line))
+        elif lines and lines[-1] != "...":
+            lines.append("...")
+    return "\n".join(lines)
 
 
 def without_varying(line):

@@ -1,11 +1,14 @@
 """The page of what can be split: its picture, its counts, and what it says of them."""
 
+import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 from torch import distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.gpt import GPT
@@ -41,6 +44,14 @@ def count_all(_rank, _processes):
     return found
 
 
+def count_without_hook(_rank, _processes):
+    """Return the collectives of DDP, which averages the gradients by itself."""
+    ddp = nn.parallel.DistributedDataParallel
+    with mock.patch.object(ddp, "register_comm_hook"):
+        _, calls, _ = simulate.one_step("DDP", SMALL, PER_MACHINE)
+    return [tuple(call) for call in calls]
+
+
 def count_alone(path):
     """Save the same, without other processes."""
     options = {"store": FakeStore(), "rank": 0, "world_size": PROCESSES}
@@ -56,6 +67,13 @@ def make_rows(path, sizes):
         for kind in KINDS
     ]
     torch.save(rows, path)
+
+
+def on_each_process(count, folder):
+    """Return what `count` returns on each process of a group that uses gloo."""
+    calls = [(count, rank, PROCESSES, folder) for rank in range(PROCESSES)]
+    harness.call_in_forks(fsdp_ranks.in_group, calls)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +96,7 @@ def simulated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """Return the counts of each kind on each of the processes, which use gloo."""
-    folder = tmp_path_factory.mktemp("real")
-    calls = [(count_all, rank, PROCESSES, folder) for rank in range(PROCESSES)]
-    harness.call_in_forks(fsdp_ranks.in_group, calls)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
+    return on_each_process(count_all, tmp_path_factory.mktemp("real"))
 
 
 # ---- the simulation ------------------------------------------------------------------
@@ -94,6 +109,11 @@ def test_a_simulated_rank_calls_what_a_real_one_calls(kind, simulated, real):
     assert torch.equal(mesh, real[0][kind][2])
     for other in real[1:]:  # so that rank 0 can stand for all of them
         assert other[kind][1] == calls
+
+
+def test_the_hook_calls_what_ddp_calls_without_it(real, tmp_path):
+    alone = on_each_process(count_without_hook, tmp_path)
+    assert alone == [rank["DDP"][1] for rank in real]
 
 
 def test_a_rank_keeps_what_the_page_says(real):
@@ -172,7 +192,7 @@ def test_borders_are_counted_one_by_one(size):
     assert simulate.borders(ranks, 0, size) == 1
 
 
-def test_a_dimension_with_fewer_rows_than_ranks_is_padded(rows):
+def test_rows_that_are_no_multiple_of_the_ranks_are_padded(rows):
     """As the page says of FSDP; HSDP has only two shards."""
     assert rows[256, "FSDP"].sends > 1.2 * rows[16, "FSDP"].sends
     assert rows[256, "HSDP"].sends < 1.1 * rows[16, "HSDP"].sends
@@ -233,7 +253,9 @@ def test_the_page_and_its_plot_show_the_same_numbers():
 def test_the_numbers_in_the_text_are_those_of_the_table():
     """Each number with a unit, and each large one, below the table."""
     text = PAGE.split(f"$ {COMMAND}\n")[1].split("```", 2)[1]
-    table = " ".join(shown()) + " 126.0 MB 31.5 MB"  # those of another command
+    rows = 3 * 512  # of qkv, with the width of another command
+    padded = 1024 * math.ceil(rows / 1024)
+    table = " ".join([*shown(), f"126.0 MB 31.5 MB {rows:,} {padded:,}"])
     numbers = re.findall(r"\d[\d,.]* MB|\d+,\d{3}", text)
     assert len(numbers) >= 10
     for number in numbers:

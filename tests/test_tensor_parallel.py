@@ -92,6 +92,15 @@ def test_any_mesh_trains_the_weights_of_one_process(mesh, more, trained, check_g
     assert done.rows[1]["train"]["loss"] < 0.9 * done.rows[0]["train"]["loss"]
 
 
+def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, check_gpus):
+    flag, processes = rows(1, 2)
+    check_gpus(processes)
+    flags = (*DOUBLE, *WORK.flags, "--context-length", "31", "--epochs", "1")
+    one = trained(reference(STAGE), 1, *flags, how=train_in_forks)
+    done = trained(STAGE, processes, *flags, *flag, how=train_in_forks)
+    assert max_abs_diff(one.weights, done.weights) <= 1e-10
+
+
 def test_all_rows_draw_the_same_text(trained):
     """And print what one process prints."""
     flags = (*DOUBLE, *WORK.flags, "--sample", "20")

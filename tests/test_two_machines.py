@@ -1,16 +1,20 @@
 """Two machines, made of this one: tools/two_machines.sh."""
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from nbtools import machines as shown_machines
 from tests.training import missing_for_two_machines
 from tools import harness
 from tools.stages import ROOT
 
 SCRIPT = ROOT / "tools/two_machines.sh"
+NOTEBOOK = ROOT / "03_ddp_launch/two_machines.ipynb"
 PAIR = f"test-{os.getpid()}-"
 
 
@@ -114,3 +118,48 @@ def test_where_it_cannot_start_it_says_why_and_leaves_nothing(tmp_path):
     assert PAIR not in names()
     usage = harness.run(["bash", SCRIPT, "on", 3], code=2).stderr
     assert usage.startswith("Two machines, made of this one")
+
+
+def test_a_shell_can_read_the_commands_that_the_notebook_shows():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    text = "".join("".join(output.get("text", "")) for output in outputs)
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE)
+    assert sum("nft" in command for command in commands) > 4
+    for command in commands:
+        done = subprocess.run(["bash", "-n", "-c", command], capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b""), command
+
+
+def test_standard_error_is_shortened():
+    stderr = """[W1125 18:42:35.3 socket.cpp:469] [c10d] a warning
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/somewhere/meet.py", line 26, in <module>
+[rank0]:     raise ValueError("Error")
+[rank0]: RuntimeError: [/__w/gloo/tcp/unbound_buffer.cc:78] Timed out
+E1125 18:42:03.129 23566 api.py:1] failed (exitcode: 1) (pid: 2) of binary: /bin/python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+====
+meet.py FAILED
+----
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-25_18:43:40
+  rank      : 1 (local_rank: 0)
+====
+
+"""
+    assert shown_machines.shortened(stderr).splitlines() == [
+        "[rank0]: Traceback (most recent call last):",
+        "...",
+        "[rank0]: RuntimeError: [...] Timed out",
+        "failed (exitcode: 1) (pid: ...) of binary: ...",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+        "====",
+        "meet.py FAILED",
+        "...",
+        "Root Cause (first observed failure):",
+        "...",
+        "  rank      : 1 (local_rank: 0)",
+        "====",
+    ]

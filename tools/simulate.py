@@ -6,17 +6,22 @@ python -m tools.simulate --ranks 8 16 32 64 128 256 512 1024 --plot growth.png
 
 torch's "fake" backend has a process group of any size in one process. Its collectives
 return at once, and what they return is useless: no data is sent, and no time is
-measured. But their number and their sizes are those of a real group, since DDP, FSDP2
-and DTensor themselves call them. This program is rank 0 and trains a small GPT for one
-step, forward, backward and optimizer, in float32. Each group of ranks that share a
-sequence has one sequence. The collectives are noted as in tools/counting.py.
+measured. But their number and their sizes are those of a real group, since FSDP2,
+DTensor and ZeroRedundancyOptimizer themselves call them. DDP's all-reduce is made by a
+hook here, bucket by bucket, because the fake backend cannot return what DDP reads.
+
+This program is rank 0. It trains a small GPT for two steps in float32, and counts the
+second one: forward, backward and optimizer. Each group of ranks that share a sequence
+has one sequence. The collectives are noted as in tools/counting.py.
 
 What a rank sends is computed from that, for rings in the order of the ranks: of a
 tensor of so many bytes, each of n ranks sends (n - 1) / n in an all-gather, a
-reduce-scatter or a broadcast, and twice as much in an all-reduce. NCCL may choose
-trees, or switches that add up by themselves, and then sends less in fewer messages.
+reduce-scatter or a broadcast, and twice as much in an all-reduce. NCCL may choose trees
+for an all-reduce. They send about as many bytes on average, in fewer successive
+messages. Switches that add up by themselves halve what it sends between machines.
 
-keeps      bytes of weights, gradients and AdamW's moments that stay on rank 0
+keeps      bytes of weights, gradients and AdamW's moments that stay on rank 0, without
+           DDP's buckets, which are a second copy of the gradients by default
 sends      bytes that a rank sends, on average over its ring
 leaves     bytes that the ranks of a machine together send to another machine
 messages   sends that wait for the one before, if no two collectives overlap
@@ -96,9 +101,9 @@ def tensor_parallel():
 
 
 def in_place(_state, bucket):
-    """Average a bucket's gradients, as DDP does by itself.
+    """Average a bucket's gradients, as DDP does without a hook.
 
-    DDP's own way reads a result, which the fake backend does not return.
+    DDP itself reads the collective's result, which the fake backend does not return.
     """
     dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
     future = torch.futures.Future()
@@ -171,7 +176,7 @@ def local_bytes(values):
 
 
 def take_step(model, optimizer, shape, length):
-    """Train on one sequence of so many tokens."""
+    """Train one step on one sequence of so many tokens."""
     optimizer.zero_grad()
     tokens = torch.randint(shape.vocabulary, (1, length))
     logits = model(tokens)

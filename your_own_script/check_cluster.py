@@ -11,6 +11,8 @@ Start it exactly as you will start the training, with the folders that it will u
     with Slurm, in the training's job file, which exports MASTER_ADDR and MASTER_PORT:
     srun python check_cluster.py --folder /shared/checkpoints --data /shared/images
 
+With GPUs, add --device cuda. Without it, all ranks use CPUs if none sees a GPU.
+
 Rank 0 prints a report. A rank that cannot reach rank 0 prints its own lines on standard
 error. Exit code 0: nothing is wrong; 1: the problems that the report lists; 2: wrong
 flags or variables. (torchrun turns every failure into exit code 1 and adds a block of
@@ -32,6 +34,8 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import fcntl
+import functools
 import ipaddress
 import itertools
 import json
@@ -39,6 +43,7 @@ import os
 import platform
 import queue
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -74,7 +79,7 @@ class Shared:
     """What rank 0 sends to all ranks after each step."""
 
     present: list = field(default_factory=list)  # the ranks that still answer
-    group: bool = False  # whether collectives can work
+    group: bool = False  # whether collectives can work; once false, it stays so
     nodes: dict = field(default_factory=dict)  # {host: [ranks]}
     listen: dict = field(default_factory=dict)  # {host: (address, port)}
     folders: list = field(default_factory=list)  # of --folder, without those that fail
@@ -92,11 +97,18 @@ class Report:
     problems: list = field(default_factory=list)
     notes: list = field(default_factory=list)
     unchecked: list = field(default_factory=list)  # what was not checked, and why
-    skipped: list = field(default_factory=list)  # steps for which collectives must work
 
     def add_problem(self, what, causes, command):
         """Add a problem: what is wrong, the likely causes, the next command to type."""
         self.problems.append({"what": what, "causes": causes, "next": command})
+
+
+class Fault(Exception):  # noqa: N818 (it is a finding, not an error of this program)
+    """What is wrong, with its causes and the next command."""
+
+    def __init__(self, what, causes, command):
+        super().__init__(what)
+        self.problem = (what, causes, command)
 
 
 @dataclass
@@ -107,6 +119,8 @@ class Run:
     rank: int
     local_rank: int
     world_size: int
+    master_addr: str
+    master_port: int
     host: str
     device: torch.device
     backend: str
@@ -114,6 +128,7 @@ class Run:
     step: str = "arrival"
     doing: list = field(default_factory=list)  # the calls that this step has begun
     awaited: set = field(default_factory=set)  # the ranks that rank 0 waits for
+    ended: Fault = None  # by SIGTERM
     begun: float = 0  # by this machine's clock, when all had arrived
     since: float = 0  # by its monotonic clock, when the step began
     shared: Shared = field(default_factory=Shared)
@@ -128,14 +143,6 @@ class Run:
             numbered(ones) + (f" ({host})" if host else "")
             for host, ones in ranks_by(hosts).items()
         )
-
-
-class Fault(Exception):  # noqa: N818 (it is a finding, not an error of this program)
-    """What is wrong, with its causes and the next command."""
-
-    def __init__(self, what, causes, command):
-        super().__init__(what)
-        self.problem = (what, causes, command)
 
 
 def ranks_by(values):
@@ -155,20 +162,35 @@ def numbered(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def as_typed(size):
-    """Return bytes in the units of --sizes, powers of 1024: 4096 is "4K"."""
+def group_alike(texts):
+    """Return [(ranks, text)] for {rank: text}; ranks whose texts are alike share one.
+
+    Texts are alike if they differ only in numbers, such as pids or ports. Then the text
+    is the first rank's, and says so.
+    """
+    groups = []
+    alike = {rank: re.sub(r"\d+", "", text) for rank, text in texts.items()}
+    for ranks in ranks_by(alike).values():
+        text = texts[ranks[0]]
+        if any(texts[rank] != text for rank in ranks):
+            text += f" (on rank {ranks[0]})"
+        groups.append((ranks, text))
+    return groups
+
+
+def first_line(error):
+    """Return the first line of an error's text, without what is too long to read."""
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def as_typed(size, decimals=3):
+    """Return bytes in the units of --sizes, powers of 1024: 4096 is "4K"; None: "?"."""
+    if size is None:
+        return "?"
     for power, unit in ((3, "G"), (2, "M"), (1, "K")):
         if size >= 1024**power:
-            return f"{size / 1024**power:.4g}{unit}"
+            return f"{round(size / 1024**power, decimals):g}{unit}"
     return str(size)
-
-
-def size_text(count):
-    """Return bytes as text in powers of 1000, such as "25 GB"; "?" for None."""
-    if count is None:
-        return "?"
-    unit, power = ("GB", 3) if count >= 1e9 else ("MB", 2)
-    return f"{count / 1000**power:.0f} {unit}"
 
 
 # ---- flags and environment -----------------------------------------------------------
@@ -198,7 +220,7 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     add, several = parser.add_argument, {"action": "append", "default": []}
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--folder", **several, help="for checkpoints: all ranks share and can write it")
+    add("--folder", **several, help="an existing one for checkpoints, which all share")
     add("--data", **several, help="a folder that all ranks have to read")
     add("--timeout", type=positive, default=30, help="seconds of each step")
     add("--sizes", type=sizes, default=sizes("4K,1M,32M"), help="bytes: 4K,1M,32M")
@@ -224,18 +246,16 @@ def parse_args():
         )
     if not 0 < int(variables["MASTER_PORT"]) < 2**16:
         parser.error(f"MASTER_PORT={variables['MASTER_PORT']} is not a port")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            f"--device cuda: torch {torch.__version__} sees no GPU on"
-            f" {socket.gethostname()}; next: nvidia-smi"
-        )
-    cuda = args.device != "cpu" and torch.cuda.is_available()
-    os.environ.update(variables)
+    cuda = args.device == "cuda"
+    if args.device == "auto":
+        cuda = torch.cuda.is_available()
     return Run(
         args,
         rank,
         local_rank,
         world_size,
+        variables["MASTER_ADDR"],
+        int(variables["MASTER_PORT"]),
         # Two nodes of a test cluster can be one machine, with one host name.
         os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
@@ -277,10 +297,9 @@ def in_time(function, run):
         except Fault as fault:
             answers.put({"problem": fault.problem})
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            line = f"{type(error).__name__}: {lines[0][:300]}"
-            if lines[0].startswith("Caught "):  # a loader's: its worker's is the last
-                line = lines[-1]
+            line = f"{type(error).__name__}: {first_line(error)}"
+            if first_line(error).startswith("Caught "):  # by a loader, in a worker
+                line = str(error).strip().splitlines()[-1]
             answers.put({"error": line})
 
     thread = threading.Thread(target=body, daemon=True)
@@ -343,17 +362,10 @@ def let_go(run, name):
 
 
 def wait_to_go(run, name):
-    """Wait until rank 0 has compared a step's results; Fault if it does not."""
-    try:
-        key, seconds = f"{name}/go", run.args.timeout + 3 * GRACE
-        run.store.wait([key], timedelta(seconds=seconds))
-        run.shared = Shared(**json.loads(run.store.get(key)))
-    except dist.DistError:
-        raise Fault(
-            f"rank 0 did not answer in step {name!r}",
-            ["rank 0 died or hangs", "the network failed"],
-            "read what rank 0 and its launcher printed",
-        ) from None
+    """Wait until rank 0 has compared a step's results; DistError if it does not."""
+    key, seconds = f"{name}/go", run.args.timeout + 3 * GRACE
+    run.store.wait([key], timedelta(seconds=seconds))
+    run.shared = Shared(**json.loads(run.store.get(key)))
 
 
 def collect(run, keys):
@@ -365,6 +377,8 @@ def collect(run, keys):
     run.awaited = {*keys}
     answers = dict.fromkeys(keys)
     while run.awaited and time.monotonic() < end:
+        if run.ended:  # Python ignores what a handler raises in a destructor
+            raise run.ended
         for rank in [*run.awaited]:
             # Not store.wait: it would keep this process from handling a signal.
             if run.store.check([keys[rank]]):
@@ -380,9 +394,10 @@ def explain(run, name, answers):
         [rank for rank, answer in answers.items() if key in (answer or {})]
         for key in ("result", "problem")
     )
-    for rank in reported:
-        what, *rest = answers[rank]["problem"]
-        run.report.add_problem(f"{run.names([rank])}: {what}", *rest)
+    whats = {rank: answers[rank]["problem"][0] for rank in reported}
+    for ranks, what in group_alike(whats):
+        _, *advice_of_first = answers[ranks[0]]["problem"]
+        run.report.add_problem(f"{run.names(ranks)}: {what}", *advice_of_first)
     failed = [rank for rank in answers if rank not in finished + reported]
     if name in NEED_GROUP and failed:
         run.shared.group = False
@@ -398,9 +413,8 @@ def explain(run, name, answers):
         at = answers[rank]["doing"][-1:] or [answers[rank].get("stuck")]
         late = f"not finished after {run.args.timeout:g} s: {at[0]}"
         texts[rank] = answers[rank].get("error", late)
-    alike = {rank: re.sub(r"\d+", "", text) for rank, text in texts.items()}
-    for ranks in ranks_by(alike).values():  # their pids and ports differ
-        what = f"{name}: {run.names(ranks)}: {texts[ranks[0]]}"
+    for ranks, text in group_alike(texts):
+        what = f"{name}: {run.names(ranks)}: {text}"
         run.report.add_problem(what, *ADVICE.get(name, MACHINE))
     return finished
 
@@ -426,27 +440,25 @@ def explain_late(run, name, answers, late, failed):
 # ---- the first contact ---------------------------------------------------------------
 def connect(run):
     """Return the TCPStore of all ranks; Fault if it cannot be reached."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place = f"MASTER_ADDR={address} MASTER_PORT={port}"
+    address, port = run.master_addr, run.master_port
+    resolved = resolve(run)[0]
     # Under torchrun, the first node's torchrun may hold the store already.
     hosts = run.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=run.args.timeout)
-    resolved = resolve(run, address)
     if hosts:
-        check_own(resolved, address)
+        check_own(run, resolved)
     else:
-        reach_master(run, address, resolved[0], port, place)
+        reach_master(run, resolved)
     try:
+        limit = timedelta(seconds=run.args.timeout)
         store = dist.TCPStore(
             address, port, run.world_size, hosts, limit, wait_for_workers=False
         )
     except RuntimeError as error:
-        what = f"cannot listen on port {port}"
+        what, where = f"cannot listen on port {port}", ""
         if not hosts:
-            what = f"{place} answers, but is not rank 0"
-        where = "" if hosts else f"on {address}: "
+            what, where = f"{master(run)} answers, but is not rank 0", f"on {address}: "
         raise Fault(
-            f"{what}: {str(error).splitlines()[0][:200]}",
+            f"{what}: {first_line(error)}",
             ["another program has this port, such as an earlier run"],
             f"{where}ss -ltnp | grep :{port}   (or choose another MASTER_PORT)",
         ) from None
@@ -454,8 +466,14 @@ def connect(run):
     return dist.PrefixStore(f"check_cluster/{attempt}", store)
 
 
-def resolve(run, address):
-    """Return the IP addresses of a host name; Fault if it has none."""
+def master(run):
+    """Return the variables that say where rank 0 is, as they are set."""
+    return f"MASTER_ADDR={run.master_addr} MASTER_PORT={run.master_port}"
+
+
+def resolve(run):
+    """Return the IP addresses of MASTER_ADDR; Fault if it has none."""
+    address = run.master_addr
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -468,29 +486,30 @@ def resolve(run, address):
     return [info[4][0] for info in found]
 
 
-def check_own(resolved, address):
-    """Check that MASTER_ADDR is an address of this machine, which is rank 0's."""
-    family = socket.AF_INET6 if ":" in resolved[0] else socket.AF_INET
+def check_own(run, address):
+    """Check that rank 0's machine has this address; Fault if it does not."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as one:
         try:
-            one.bind((resolved[0], 0))
+            one.bind((address, 0))
         except OSError:
             raise Fault(
-                f"MASTER_ADDR={address} ({resolved[0]}) is not an address of"
+                f"MASTER_ADDR={run.master_addr} ({address}) is not an address of"
                 f" {socket.gethostname()}, where rank 0 is",
                 ["MASTER_ADDR is not the first node's", "rank 0 is on another node"],
                 "hostname -I",
             ) from None
 
 
-def reach_master(run, name, address, port, place):
+def reach_master(run, address):
     """Connect to rank 0's port once, in --timeout seconds; Fault if that fails."""
+    place, port = master(run), run.master_port
     end = time.monotonic() + 0.9 * run.args.timeout
     error = None
     while time.monotonic() < end:
         try:
             left = end - time.monotonic()
-            with socket.create_connection((name, port), left):
+            with socket.create_connection((run.master_addr, port), left):
                 return
         except OSError as failed:
             # In the last moment of a refused connection, a timeout says nothing.
@@ -556,7 +575,7 @@ def report_missing(run):
     nodes = {rank // int(text) for rank in missing} if text else ()
     which = ", ".join(str(node) for node in sorted(nodes))
     which = f" (of node {which}, counted from 0)" if which else ""
-    place = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
+    place = f"{run.master_addr} {run.master_port}"
     run.report.add_problem(
         f"{numbered(missing)} of {run.world_size}{which} did not arrive within"
         f" {run.args.timeout:g} s",
@@ -577,8 +596,6 @@ def interfaces():
     found = {}
     if not sys.platform.startswith("linux"):
         return found
-    import fcntl
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         for _, name in socket.if_nameindex():
             request = struct.pack("40s", name.encode())  # an ifreq has 40 bytes
@@ -617,19 +634,24 @@ def is_loopback(address):
 def chosen_interface(run, route):
     """Return the interface and address that the backend would use, and why.
 
-    The address is "" if there is none. gloo takes one whole name, or the address of the
-    machine's own name. NCCL takes prefixes, with = whole names and with ^ all others.
-    route: the interface and address that lead to rank 0.
+    The address is "" if there is none. gloo takes whole names, and fails if one of them
+    is missing; without names, it takes the address of the machine's own name. NCCL
+    takes prefixes, with = whole names and with ^ all others. route: the interface and
+    address that lead to rank 0.
     """
     variable = f"{run.backend.upper()}_SOCKET_IFNAME"
     wanted, all_of_them = os.environ.get(variable, ""), interfaces()
+    if wanted and run.backend == "gloo":
+        names = wanted.split(",")
+        name = next((one for one in names if one not in all_of_them), names[0])
+        return name, all_of_them.get(name, ""), f"{variable}={wanted}"
     if wanted:
         words = tuple(wanted.lstrip("^=").split(","))
-        whole = run.backend == "gloo" or "=" in wanted
         found = [
             name
             for name in all_of_them
-            if (name in words if whole else name.startswith(words)) != ("^" in wanted)
+            if (name in words if "=" in wanted else name.startswith(words))
+            != ("^" in wanted)
         ]
         name = found[0] if found else ""
         return name, all_of_them.get(name, ""), f"{variable}={wanted}"
@@ -676,8 +698,7 @@ def reach_nodes(run):
                 connection.settimeout(limit)
                 answer = connection.recv(1000).decode()
         except OSError as error:
-            reason = error.strerror or "timed out"
-            return "timed out" if isinstance(error, TimeoutError) else reason
+            return error.strerror or "timed out"
         return "" if answer == host else f"reached {answer or 'nobody'} instead"
 
     others = [host for host in run.shared.listen if host != run.host]
@@ -725,8 +746,7 @@ def export_interface(run, fact):
 # ---- facts ---------------------------------------------------------------------------
 def get_facts(run):
     """Return what rank 0 has to know of this rank to compare it with the others."""
-    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    route = route_to(resolve(run, master[0])[0], master[1])
+    route = route_to(resolve(run)[0], run.master_port)
     interface, address, reason = chosen_interface(run, route)
     facts = {
         "host": run.host,
@@ -757,7 +777,7 @@ def get_facts(run):
         "threads": torch.get_num_threads(),
         "omp": os.environ.get("OMP_NUM_THREADS"),
         "limits": limits(),
-        "slurm": slurm_contradictions(),
+        "slurm": slurm_contradictions(run),
         "folder": {path: seen(path, True) for path in run.args.folder},
         "data": {path: seen(path, False) for path in run.args.data},
     }
@@ -796,10 +816,6 @@ def available_ram():
 
 def limits():
     """Return the soft limits that trainings run into, None for unlimited."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {"open_files": None, "locked_memory": None}
     found = {
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -808,24 +824,27 @@ def limits():
     return {key: None if each == infinite else each for key, each in found.items()}
 
 
-def slurm_contradictions():
+def slurm_contradictions(run):
     """Return where the launcher's variables contradict Slurm's."""
     slurm = {
-        name: int(os.environ[f"SLURM_{name}"])
-        for name in ("PROCID", "LOCALID", "NTASKS", "NODEID")
-        if os.environ.get(f"SLURM_{name}", "").isdecimal()
+        name: int(os.environ[name])
+        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        if os.environ.get(name, "").isdecimal()
     }
-    if "SLURM_STEP_ID" not in os.environ or len(slurm) < 4:
+    if "SLURM_STEP_ID" not in os.environ or len(slurm) < 3:
         return []
-    if "GROUP_RANK" in os.environ:  # torchrun, which ought to be one task per node
-        pairs = [("GROUP_WORLD_SIZE", "NTASKS")]
-    else:
-        pairs = [("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID")]
-        pairs += [("WORLD_SIZE", "NTASKS")]
+    equal = [
+        ("RANK", run.rank, "SLURM_PROCID"),
+        ("LOCAL_RANK", run.local_rank, "SLURM_LOCALID"),
+        ("WORLD_SIZE", run.world_size, "SLURM_NTASKS"),
+    ]
+    nodes = os.environ.get("GROUP_WORLD_SIZE")
+    if nodes:  # torchrun, which ought to be one task per node
+        equal = [("GROUP_WORLD_SIZE", int(nodes), "SLURM_NTASKS")]
     return [
-        f"{ours}={os.environ[ours]}, but SLURM_{theirs}={slurm[theirs]}"
-        for ours, theirs in pairs
-        if int(os.environ.get(ours, -1)) != slurm[theirs]
+        f"{ours}={value}, but {theirs}={slurm[theirs]}"
+        for ours, value, theirs in equal
+        if value != slurm[theirs]
     ]
 
 
@@ -849,7 +868,6 @@ def compare_facts(run, facts):
     run.shared.nodes = ranks_by({rank: fact["host"] for rank, fact in facts.items()})
     compare_versions(run, facts)
     report_slurm_variables(run, facts)
-    report_number_of_nodes(run)
     report_missing_gpus(run, facts)
     report_shared_gpus(run, facts)
     report_host_names(run, facts)
@@ -882,53 +900,50 @@ def by_value(run, ranks):
 
 def report_slurm_variables(run, facts):
     """Report ranks that contradict Slurm's variables."""
-    for rank, fact in facts.items():
-        for contradiction in fact["slurm"]:
+    texts = {rank: "; ".join(fact["slurm"]) for rank, fact in facts.items()}
+    for ranks, text in group_alike(texts):
+        if text:
             run.report.add_problem(
-                f"{run.names([rank])}: {contradiction}",
+                f"{run.names(ranks)}: {text}",
                 [
                     "a variable of an earlier job or shell was exported",
                     "torchrun was started once per GPU, not once per node",
+                    "each node's torchrun was started without the others (--nnodes)",
                 ],
                 "srun env | grep -E '^(RANK|WORLD_SIZE|LOCAL_RANK|SLURM_)'",
             )
 
 
-def report_number_of_nodes(run):
-    """Report fewer nodes than Slurm gave."""
-    wanted = int(os.environ.get("SLURM_STEP_NUM_NODES", 0))
-    count = len(run.shared.nodes)
-    if wanted and run.shared.group and wanted != count:
-        run.report.add_problem(
-            f"Slurm started tasks on {wanted} nodes, but ranks are on {count}",
-            ["MASTER_ADDR or the number of processes differs between tasks"],
-            "srun hostname",
-        )
-
-
 def report_missing_gpus(run, facts):
-    """Report ranks without a GPU while others have one, and more ranks than GPUs."""
-    cpu = [rank for rank, fact in facts.items() if fact["device"] == "cpu"]
-    if len(cpu) == len(facts):
+    """Report the ranks without a GPU, unless all ranks are on CPUs."""
+    devices = {rank: fact["device"] for rank, fact in facts.items()}
+    if {*devices.values()} == {"cpu"}:
         run.report.unchecked.append(
             "GPUs, their driver and NCCL: the ranks are on CPUs"
         )
-    elif cpu:
+        return
+    visible = {
+        rank: fact["visible_gpus"]
+        for rank, fact in facts.items()
+        if fact["device"] == "cpu" or fact["local_rank"] >= fact["visible_gpus"]
+    }
+    for count, ranks in ranks_by(visible).items():
+        local_ranks = numbered({facts[rank]["local_rank"] for rank in ranks})
+        causes = ["more processes than GPUs"]
+        if count == 0:
+            causes = [
+                "the driver is not loaded, or torch is built without CUDA",
+                "Slurm or the container gives the process no GPU",
+            ]
+        elif count == 1:
+            causes += ["Slurm gives each task one GPU (--gpus-per-task), named cuda:0"]
         run.report.add_problem(
-            f"{run.names(cpu)}: no GPU is visible, but other ranks have one",
-            ["the driver is not loaded", "Slurm gave the task no GPU"],
-            "nvidia-smi; echo $CUDA_VISIBLE_DEVICES",
+            f"{run.names(ranks)}: no GPU for local {local_ranks} (visible: {count})",
+            causes,
+            f"on {facts[ranks[0]]['host']}: nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES;"
+            " python -c 'import torch; print(torch.version.cuda)'",
         )
         run.shared.group = False
-    for rank, fact in facts.items():
-        if rank not in cpu and fact["local_rank"] >= fact["visible_gpus"]:
-            run.report.add_problem(
-                f"{run.names([rank])}: local rank {fact['local_rank']} has no GPU:"
-                f" {fact['visible_gpus']} visible",
-                ["more processes than GPUs", "Slurm gives each task one GPU"],
-                f"on {fact['host']}: nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES",
-            )
-            run.shared.group = False
 
 
 def report_shared_gpus(run, facts):
@@ -964,35 +979,47 @@ def report_addresses(run, facts):
     """
     # The nodes of a test cluster can be one machine, where loopback is enough.
     loopback = [is_loopback(fact["route"][1]) for fact in facts.values()]
-    remote = len(run.shared.nodes) > 1 and not all(loopback)
+    several = len(run.shared.nodes) > 1
+    remote = several and not all(loopback)
     for host, ranks in run.shared.nodes.items():
         ones = [facts[rank] for rank in ranks]
         fact = next((one for one in ones if one["local_rank"] == 0), ones[0])
-        address, reason = fact["address"], fact["reason"]
-        command, named = export_interface(run, fact), "SOCKET_IFNAME" in reason
-        if (named and not address) or (remote and is_loopback(address)):
-            shown = ", ".join(f"{k} {v}" for k, v in fact["interfaces"].items())
-            what = f"the address for the other nodes is {address or 'missing'}"
-            what += f" ({reason}); it has {shown}"
-            cause = "/etc/hosts gives the machine's own name a loopback address"
-            if named:
-                cause = "the variable names the wrong interface, or one that is down"
-        elif remote and (fact["cannot_listen"] or not address):
-            what, cause = reason, "neither DNS nor /etc/hosts has it"
-            if address:
-                what = f"cannot listen on {address} ({reason}): {fact['cannot_listen']}"
-                cause = "DNS or /etc/hosts has an old address of this machine"
-            what += ", so gloo would listen on the loopback address"
-            command += f"   (or on {host}: getent hosts $(hostname); ip -br addr)"
-        else:
-            if (
-                len(run.shared.nodes) > 1
-                and sum(bool(one["port"]) for one in ones) == 1
-            ):
-                run.shared.listen[host] = address, fact["port"]
-            continue
-        run.report.add_problem(f"{host}: {what}", [cause], command)
-        run.shared.group = False
+        listeners = sum(bool(one["port"]) for one in ones)
+        if wrong := wrong_address(run, fact, remote):
+            what, cause, command = wrong
+            run.report.add_problem(f"{host}: {what}", [cause], command)
+            run.shared.group = False
+        elif several and listeners == 1:  # more if two machines have one host name
+            run.shared.listen[host] = fact["address"], fact["port"]
+
+
+def wrong_address(run, fact, remote):
+    """Return what is wrong with a node's address, a cause and a command, or None.
+
+    remote: whether other nodes have to use it.
+    """
+    address, reason, failure = fact["address"], fact["reason"], fact["cannot_listen"]
+    named = "SOCKET_IFNAME" in reason
+    if not remote and (address or not named):
+        return None
+    if address and not is_loopback(address) and not failure:
+        return None
+    command = export_interface(run, fact)
+    if named or is_loopback(address):
+        shown = ", ".join(f"{k} {v}" for k, v in fact["interfaces"].items())
+        what = f"the address for the other nodes is {address or 'missing'}"
+        cause = "/etc/hosts gives the machine's own name a loopback address"
+        if named:
+            cause = "the variable names the wrong interface, or one that is down"
+        return f"{what} ({reason}); it has {shown}", cause, command
+    what, cause = reason, "neither DNS nor /etc/hosts has it"
+    if address:
+        what = f"cannot listen on {address} ({reason}): {failure}"
+        cause = "DNS or /etc/hosts has an old address of this machine"
+    if run.backend == "gloo":
+        what += ", so gloo would listen on the loopback address"
+    command += f"   (or on {fact['host']}: getent hosts $(hostname); ip -br addr)"
+    return what, cause, command
 
 
 def compare_clocks(run, facts, now):
@@ -1027,7 +1054,7 @@ def compare_folders(run, facts, kind):
             errors.pop("", None)
             run.report.add_problem(
                 f"--{kind} {path}: {by_value(run, errors)}",
-                ["the disk is not mounted there", "it is a folder of one machine"],
+                ["it was not made", "its disk is not mounted there"],
                 f"on that node: ls -ld {path}; df {path}; mount | grep -w nfs",
             )
         elif kind == "folder":
@@ -1078,28 +1105,40 @@ def content_of(rank):
     return f"rank {rank}\n" * 1000
 
 
-def use_folders(run):
-    """Save or check files in each --folder, as the step says; return {folder: error}.
-
-    Rank 0 saves a file, every rank checks it and saves its own, rank 0 checks those.
-    """
+def in_each_folder(work, run):
+    """Call `work(run, place)` for a place in each --folder; return {folder: error}."""
     errors = {}
     for folder in run.shared.folders:
         run.doing.append(folder)
-        place = Path(folder, run.shared.folder_name)
         try:
-            if run.step == "save" and run.rank == 0:
-                place.mkdir()
-            if run.step == "load":
-                check_file(run, place, 0)
-            if run.step == "load all" and run.rank == 0:
-                for rank in run.shared.present:
-                    check_file(run, place, rank)
-            if run.step == ("load" if run.rank else "save"):
-                (place / f"rank-{run.rank}").write_text(content_of(run.rank))
+            work(run, Path(folder, run.shared.folder_name))
         except OSError as error:
             errors[folder] = error.strerror
     return errors
+
+
+def save(run, place):
+    """Save rank 0's file."""
+    if run.rank == 0:
+        place.mkdir()
+        save_file(run, place)
+
+
+def load(run, place):
+    """Check rank 0's file on this rank, and save its own."""
+    check_file(run, place, 0)
+    if run.rank:
+        save_file(run, place)
+
+
+def load_all(run, place):
+    """Check the files of all ranks on rank 0."""
+    for rank in run.shared.present if run.rank == 0 else ():
+        check_file(run, place, rank)
+
+
+def save_file(run, place):
+    (place / f"rank-{run.rank}").write_text(content_of(run.rank))
 
 
 def check_file(run, place, rank):
@@ -1184,22 +1223,31 @@ def compare_speeds(run, results):
             run.report.unchecked.append(
                 f"the speed of {run.names(ranks)}: no other {device}"
             )
-            continue
-        for rank in ranks:
-            others = statistics.median(
-                fastest[other] for other in ranks if other != rank
+        own = {rank: fastest[rank] for rank in ranks}
+        for rank, others in find_slow(own, run.args.slow_factor).items():
+            fact = run.report.facts[rank]
+            causes = ["other programs use its cores"]
+            command = f"on {fact['host']}: top; taskset -p {fact['pid']}"
+            if run.device.type == "cuda":
+                causes = ["the GPU is hot or throttled", "other programs use it"]
+                command = f"on {fact['host']}: nvidia-smi -q -d PERFORMANCE,CLOCK; top"
+            run.report.add_problem(
+                f"{run.names([rank])} is slow: a matrix product takes"
+                f" {fastest[rank] * 1e3:.3f} ms, on the other ranks"
+                f" {others * 1e3:.3f} ms (median)",
+                causes,
+                command,
             )
-            if fastest[rank] > run.args.slow_factor * others:
-                fact = run.report.facts[rank]
-                run.report.add_problem(
-                    f"{run.names([rank])} is slow: a matrix product takes"
-                    f" {fastest[rank] * 1e3:.3f} ms, on the other ranks"
-                    f" {others * 1e3:.3f} ms (median)",
-                    ["the GPU is hot or throttled", "others use its cores or its GPU"],
-                    "nvidia-smi -q -d PERFORMANCE,CLOCK; top"
-                    if run.device.type == "cuda"
-                    else f"on {fact['host']}: top; taskset -p {fact['pid']}",
-                )
+
+
+def find_slow(seconds, factor):
+    """Return {one: median of the others} for what takes `factor` times that median."""
+    slow = {}
+    for one, own in seconds.items():
+        others = [each for other, each in seconds.items() if other != one]
+        if others and own > factor * statistics.median(others):
+            slow[one] = statistics.median(others)
+    return slow
 
 
 # ---- collectives ---------------------------------------------------------------------
@@ -1372,7 +1420,7 @@ def exchange(run, partner):
 
 
 def compare_pairs(run, results):
-    """Report slow nodes and links; `find_slow` has the rule."""
+    """Report slow nodes and links; `slow_units` has the rule."""
     repetitions = collections.defaultdict(list)
     for found in results.values():
         for pair, seconds in found:
@@ -1388,7 +1436,11 @@ def compare_pairs(run, results):
         run.report.unchecked.append(
             "whether a link is slow: that takes three nodes, or three ranks of one"
         )
-    for unit, pair, seconds, others in find_slow(best, run.args.slow_factor):
+    if len(units(run)) > MOST_ROUNDS + 1:
+        run.report.unchecked.append(
+            f"some pairs: each of {len(units(run))} met only {MOST_ROUNDS} others"
+        )
+    for unit, pair, seconds, others in slow_units(best, run.args.slow_factor):
         if pair:
             what = f"the link {' - '.join(pair)} is slow: an exchange"
         else:
@@ -1403,7 +1455,7 @@ def compare_pairs(run, results):
         )
 
 
-def find_slow(best, factor):
+def slow_units(best, factor):
     """Return [(unit, None or pair, seconds, median of the others)] for what is slow.
 
     best: {pair: its fastest repetition}. A unit is slow if the fastest of its pairs
@@ -1419,20 +1471,21 @@ def find_slow(best, factor):
             slow.append((unit, None, min(own), statistics.median(others)))
     gone = {unit for unit, *_ in slow}
     rest = {pair: each for pair, each in best.items() if not gone & {*pair}}
-    for pair, seconds in rest.items():
-        others = [each for other, each in rest.items() if other != pair]
-        if others and seconds > factor * statistics.median(others):
-            slow.append((None, pair, seconds, statistics.median(others)))
+    for pair, others in find_slow(rest, factor).items():
+        slow.append((None, pair, rest[pair], others))
     return slow
 
 
 # ---- the steps, in order -------------------------------------------------------------
-NEED_FOLDER = ("save", "load", "load all")
+NEED_FOLDER = {"save": save, "load": load, "load all": load_all}
 # A step: what each rank does, and what rank 0 concludes from {rank: result}. First come
 # those for which ranks need not reach each other.
 STEPS = {
     "facts": (get_facts, compare_facts),
-    **dict.fromkeys(NEED_FOLDER, (use_folders, report_saves)),
+    **{
+        name: (functools.partial(in_each_folder, work), report_saves)
+        for name, work in NEED_FOLDER.items()
+    },
     "loader": (load_batches, None),
     "compute": (compute, compare_speeds),
     "connections": (reach_nodes, report_connections),
@@ -1440,7 +1493,7 @@ STEPS = {
     **dict.fromkeys(COLLECTIVES, (time_collective, report_collective)),
     "pairs": (time_pairs, compare_pairs),
 }
-NEED_GROUP = ("process group", *COLLECTIVES, "pairs")
+NEED_GROUP = ("process group", *COLLECTIVES, "pairs")  # the last ones
 # step: likely causes of a failure, and the next command
 MACHINE = (["the machine is busy or faulty"], "top; dmesg -T | tail")
 NETWORK = (
@@ -1473,17 +1526,23 @@ def check(run):
         run.store = connected["result"]
         arrive(run)
         while left and not run.shared.stop:
+            if left[0] in NEED_GROUP and not run.shared.group:
+                break
             name = left.pop(0)
-            if can_run(run, name):
+            if name not in NEED_FOLDER or run.shared.folders:
                 run_step(run, name, *STEPS[name])
+        run.step = "report"
         if run.rank:
             wait_to_go(run, "report")
     except Fault as fault:
         run.report.add_problem(*fault.problem)
     except dist.DistError as error:
-        what = f"lost the connection to rank 0's store: {str(error).splitlines()[0]}"
-        causes = ["rank 0 or its launcher ended"]
-        run.report.add_problem(what, causes, "read what they printed")
+        run.report.add_problem(
+            f"no answer from rank 0 or its launcher in step {run.step!r}:"
+            f" {first_line(error)}",
+            ["one of them ended, or hangs", "the network failed"],
+            "read what they printed",
+        )
     if run.rank == 0:
         return finish(run, left)
     if run.report.problems:  # this rank cannot send them to rank 0
@@ -1495,25 +1554,16 @@ def check(run):
     return run.shared.exit_code
 
 
-def can_run(run, name):
-    """Return whether a step can be run; rank 0 notes why not."""
-    if name in NEED_FOLDER:
-        return bool(run.shared.folders)
-    if name in NEED_GROUP and not run.shared.group:
-        run.report.skipped.append(name)
-        return False
-    return True
-
-
 def on_sigterm(run):
     """What rank 0 does when its launcher ends it, because another rank died: report."""
     late = [rank for rank in run.awaited if rank]
     late = f"; no answer from {run.names(late)}" if late else ""
-    raise Fault(
+    run.ended = Fault(
         f"a launcher ended rank 0 (SIGTERM) in step {run.step!r}{late}",
         ["another rank died", "the job was cancelled, or its time is over"],
         "read what the launcher printed about its exit code or signal",
     )
+    raise run.ended
 
 
 def finish(run, left):
@@ -1526,10 +1576,10 @@ def finish(run, left):
     for folder in run.args.folder if run.shared.folder_name else ():
         shutil.rmtree(Path(folder, run.shared.folder_name), ignore_errors=True)
     if left:
-        run.report.unchecked.append(f"{', '.join(left)}: the check ended before")
-    if run.report.skipped:
-        why = "a problem below keeps the ranks from working together"
-        run.report.unchecked.append(f"{', '.join(run.report.skipped)}: {why}")
+        why = "the check ended before"
+        if left[0] in NEED_GROUP and not run.shared.group:
+            why = "a problem below keeps the ranks from working together"
+        run.report.unchecked.append(f"{', '.join(left)}: {why}")
     print(as_json(run) if run.args.json else as_text(run), flush=True)
     run.shared.exit_code = int(bool(run.report.problems))
     with contextlib.suppress(dist.DistError):
@@ -1574,8 +1624,8 @@ def rank_lines(run):
             fact["host"],
             f"{fact['device'].split(':')[0]} {fact['device_name']}",
             f"{fact['interface']} {fact['address']}",
-            size_text(fact["memory_free"]),
-            size_text(fact["shm_free"]),
+            as_typed(fact["memory_free"], 0),
+            as_typed(fact["shm_free"], 0),
             f"{len(fact['cores'])}",
             f"{fact['threads']} ({fact['omp'] or 'unset'})",
             f"{fact['limits']['open_files'] or 'unlimited'}",

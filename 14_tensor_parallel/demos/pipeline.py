@@ -160,7 +160,7 @@ class Part(nn.Module):
 
 def make_schedule(args, part, device):
     """Return the stage that runs a part, and the schedule that orders its passes."""
-    # a PipelineStage that also records the order of its passes
+    # In your program, use PipelineStage here: this one also records its passes.
     stage = RecordedStage(part, dist.get_rank(), dist.get_world_size(), device)
     return stage, SCHEDULES[args.schedule](stage, args.micro_batches, loss_fn=loss_fn)
 
@@ -200,12 +200,14 @@ def train_step(args, part, schedule, optimizer, inputs, targets):
 def evaluate(part, stage, schedule, inputs, targets):
     """Return the loss of a batch; every process has to call this, and gets it."""
     losses = []
+    part.eval()
     if part.is_first:
         schedule.eval(inputs)
     elif part.is_last:
         schedule.eval(target=targets, losses=losses)
     else:
         schedule.eval()
+    part.train()
     stage.clear_runtime_states()  # otherwise the logits stay until the next step
     loss = torch.stack(losses).mean() if part.is_last else inputs.new_zeros(())
     loss = loss.to(next(part.parameters()))

@@ -153,13 +153,14 @@ def draw(timelines):
         names = [f"process {rank}" for rank in range(len(rows))]
         axis.set_yticks([rank + 0.5 for rank in range(len(rows))], names)
         axis.set(xlim=(0, length), ylim=(len(rows), 0), xticks=range(length + 1))
-        axis.set_title(title, loc="left", weight="bold")
+        axis.set_title(title.partition(", (p-1)")[0], loc="left", weight="bold")
     most = 0
     for (title, rows), color in zip(timelines.items(), LINES, strict=True):
         counts = held(rows[0])
         most = max(most, *counts)
         axes[-1].stairs(counts, label=title.partition(":")[0], color=color, lw=2)
-    axes[-1].set_title("micro-batches held by process 0", loc="left", weight="bold")
+    title = "micro-batches in flight on process 0"
+    axes[-1].set_title(title, loc="left", weight="bold")
     axes[-1].set(xlabel="slot", ylim=(0, most + 0.5), yticks=range(0, most + 1, 2))
     axes[-1].legend(frameon=False, loc="upper right")
     for axis in axes:

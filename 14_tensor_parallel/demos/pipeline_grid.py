@@ -27,12 +27,13 @@ STEPS = 3
 # ---- to copy -------------------------------------------------------------------------
 def make_grid(model, micro_batches):
     """Return the mesh, this process's part, and the schedule of its pipeline."""
+    # on GPUs: "cuda", and the device of this process
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, ranks = mesh["pp"].get_local_rank(), mesh["pp"].size()
     part = pipeline.Part(model, rank, ranks)
-    for block in part.blocks.values():
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(part, mesh=mesh["dp"])
+    # False: otherwise each micro-batch gathers the weights again
+    for module in (*part.blocks.values(), part):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
     # group: otherwise all ranks of the world would be one pipeline
     stage = PipelineStage(part, rank, ranks, CPU, group=mesh["pp"].get_group())
     return mesh, part, Schedule1F1B(stage, micro_batches, loss_fn=pipeline.loss_fn)
@@ -40,8 +41,13 @@ def make_grid(model, micro_batches):
 
 def make_loader(windows, batch_size, rank, ranks):
     """Return the batches of one pipeline; rank, ranks: of "dp", not of the world."""
-    sampler = DistributedSampler(windows, num_replicas=ranks, rank=rank)
-    return DataLoader(windows, batch_size // ranks, sampler=sampler, collate_fn=collate)
+    return DataLoader(
+        windows,
+        batch_size // ranks,
+        sampler=DistributedSampler(windows, num_replicas=ranks, rank=rank),
+        drop_last=True,  # all micro-batches of a pipeline need one shape
+        collate_fn=collate,
+    )
 
 
 def clip_gradients(part, mesh, max_norm):
