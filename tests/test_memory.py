@@ -227,7 +227,7 @@ def train(case, processes):
             config, dtype=memory.DTYPES[choices.master]
         )
         model = prepare(plain.train(), choices, mesh, alive)
-        # foreach: the default on a GPU for weights that are plain tensors
+        # foreach: the default on a GPU, also for DTensors; here FSDP2 goes one by one
         foreach = choices.strategy != "fsdp2"
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
         forward(model).backward()

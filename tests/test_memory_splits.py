@@ -148,8 +148,7 @@ def train_split(case, processes):
         if case.tied:  # each of the two layers has made a weight of its own
             model.lm_head.weight = model.model.embed_tokens.weight
         prepare(model, choices, mesh["dp"], alive)
-        # foreach: not with weights of two meshes, as a norm's and a layer's
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters())
         forward(model).backward()
         optimizer.step()
         seen = sizes(model, optimizer)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tools import harness
 from tools.stages import ROOT
@@ -24,6 +25,7 @@ from tools.stages import first_with
 FOLDER = ROOT / first_with("tensor_parallel")
 NOTEBOOK = FOLDER / "tensor_parallel_mistakes.ipynb"
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
+MARKDOWN = "\n".join(each.source for each in CELLS if each.cell_type == "markdown")
 PROGRAM = FOLDER / "demos/mistakes.py"
 
 
@@ -92,6 +94,57 @@ def move_copies_apart(mesh):
 def test_copies_that_differ_are_found(tmp_path):
     """Those of weights on the mesh, and of plain ones; what is split has no copies."""
     call_in_tp_groups(move_copies_apart, tmp_path)
+
+
+def copied_function():
+    """Return `copies_that_differ`, made from what the notebook shows of it alone."""
+    (imports,) = re.findall(r"```python\n(import torch\n.*?)```", MARKDOWN, re.DOTALL)
+    _, _, code = PROGRAM.read_text().partition("def copies_that_differ(")
+    code = "def copies_that_differ(" + code.partition("\n\n\n")[0]
+    found = {}
+    exec(imports + code, found)
+    return found["copies_that_differ"]
+
+
+def use_the_copied_function(mesh):
+    from mistakes import make
+    from mistakes import split
+
+    model, copied = split(make(), mesh), copied_function()
+    assert copied(model, mesh) == {}
+    with torch.no_grad():
+        model.norm.bias.to_local().add_(mesh["tp"].get_local_rank())
+    assert copied(model, mesh) == {"norm.bias": 1}
+
+
+def test_the_function_runs_when_it_is_copied(tmp_path):
+    """With the imports that the notebook names, and nothing else of the demo."""
+    call_in_tp_groups(use_the_copied_function, tmp_path)
+
+
+def train_with_foreach(mesh, foreach):
+    import mistakes
+
+    plan = mistakes.make_short_plan()
+    model = parallelize_module(mistakes.make(), mesh["tp"], plan)
+    mistakes.shard(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=foreach)
+    for step in range(2):
+        optimizer.zero_grad()
+        batch = mistakes.get_group_batch(mesh, step)
+        mistakes.get_loss(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+def compare_foreach_with_the_loop(mesh):
+    models = [train_with_foreach(mesh, foreach) for foreach in (False, True)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.to_local().equal(other.to_local())
+
+
+def test_foreach_takes_weights_of_two_meshes(tmp_path):
+    call_in_tp_groups(compare_foreach_with_the_loop, tmp_path, groups=2)
 
 
 def spoil_one_copy(mesh):

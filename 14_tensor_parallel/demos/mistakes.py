@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
@@ -198,11 +200,13 @@ def copies_that_differ(model, mesh):
     """
     group, found = mesh["tp"].get_group(), {}
     for name, weight in model.named_parameters():
-        if isinstance(weight, DTensor) and "tp" in weight.device_mesh.mesh_dim_names:
-            dimension = weight.device_mesh.mesh_dim_names.index("tp")
-            if not weight.placements[dimension].is_replicate():
+        mine = weight.detach()
+        if isinstance(mine, DTensor):
+            names = mine.device_mesh.mesh_dim_names
+            if "tp" in names and not mine.placements[names.index("tp")].is_replicate():
                 continue
-        mine = to_local(weight.detach()).contiguous()
+            mine = mine.to_local()
+        mine = mine.contiguous()
         copies = [torch.empty_like(mine) for _ in range(mesh["tp"].size())]
         dist.all_gather(copies, mine, group=group)
         if not all(each.equal(copies[0]) for each in copies):
@@ -216,13 +220,26 @@ def same_samples_in_a_tp_group():
     report_samples(get_group_batch)
 
 
-def other_samples_in_a_tp_group():
-    report_samples(get_rank_batch)
+def different_samples_in_a_tp_group():
+    model = report_samples(get_rank_batch)
+    one = make()
+    train(one, None, get_first_ranks_batch, steps=30)
+    trained = get_model_state_dict(model, options=WHOLE)
+    off = [
+        (trained[name] - each).abs().max() for name, each in one.state_dict().items()
+    ]
+    tell(f"one process on the samples of ranks 0 and 2: off by {max(off):.9f} at most")
 
 
 def get_rank_batch(_, batch=0):
     # the mistake: the sampler divides by all processes
     return get_batch(dist.get_rank(), dist.get_world_size(), batch)
+
+
+def get_first_ranks_batch(*_):
+    """Return the samples that the mistake gives to the first ranks of the tp groups."""
+    parts = get_batch(0, 4), get_batch(2, 4)
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 def report_samples(get):
@@ -233,6 +250,7 @@ def report_samples(get):
     with torch.no_grad():
         loss = get_loss(model, get_batch())
     tell(f"after 30 steps on this batch: loss {loss:.4f}")
+    return model
 
 
 # ---- uneven samples ------------------------------------------------------------------
@@ -271,6 +289,14 @@ class Fixed(Attention):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+class Narrow(Fixed):
+    """The same, but `view` infers the width of a head."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.head_dim = -1
+
+
 def heads_next_to_each_other():
     """No mistake."""
     mesh = make_mesh()
@@ -278,11 +304,19 @@ def heads_next_to_each_other():
 
 
 def queries_keys_values_in_thirds():
+    report_attention(Thirds)  # the mistake
+
+
+def width_of_heads_inferred():
+    report_attention(Narrow)  # the mistake
+
+
+def report_attention(attention):
     mesh = make_mesh()
-    model = shard(split(make(attention=Thirds), mesh), mesh)  # the mistake
-    compare(model, get_group_batch(mesh), one=make(attention=Thirds))
+    model = shard(split(make(attention=attention), mesh), mesh)
+    compare(model, get_group_batch(mesh), one=make(attention=attention))
     train(model, mesh, steps=20)
-    one = make(attention=Thirds)
+    one = make(attention=attention)
     set_model_state_dict(one, get_model_state_dict(model, options=WHOLE))
     tell(f"after 20 steps: loss {evaluate(model):.4f}")
     tell(f"the same weights in one process: loss {evaluate(one):.4f}")
@@ -327,6 +361,43 @@ def report_dropout(seed):
     tell_groups("losses on the same sequences", evaluate(model))
 
 
+class OwnDropout(nn.Module):
+    """Dropout that draws from a generator of its own."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, x):
+        kept = torch.empty_like(x).bernoulli_(0.9, generator=self.generator)
+        return x * kept / 0.9
+
+
+def dropout_inside_a_pair():
+    report_masks(nn.Dropout(0.1))  # the mistake
+
+
+def dropout_inside_a_pair_with_a_generator():
+    """No mistake."""
+    report_masks(OwnDropout(seed=dist.get_rank()))
+
+
+def report_masks(dropout):
+    """Put dropout on the hidden units, which are split; seed as the stage does."""
+    mesh = make_mesh()
+    model = make()
+    for block in model.blocks:
+        block.activation = nn.Sequential(nn.GELU(), dropout)
+    shard(split(model, mesh), mesh)
+    dropped = []
+    dropout.register_forward_hook(lambda *given: dropped.append(given[-1] == 0))
+    train(model, mesh, seed=lambda mesh: mesh["dp"].get_local_rank())
+    masks = gather(dropped[0])
+    same = [rank for rank in range(len(masks)) if masks[rank].equal(masks[0])]
+    tell(f"ranks that drop the same of their units as rank 0: {same}")
+    tell(f"copies that differ: {len(copies_that_differ(model, mesh))}")
+
+
 def weights_seeded_by_rank():
     mesh = make_mesh()
     model = shard(split(make(seed=dist.get_rank()), mesh), mesh)  # the mistake
@@ -351,6 +422,46 @@ def report_seeds(model):
         rows = slice(first, first + 64)
         (seed,) = [n for n in range(4) if weight[rows].equal(drawn[n][rows])]
         tell(f"tokens.weight, rows {first:3} to {first + 63:3}: seed {seed}")
+
+
+# ---- sequence parallelism ------------------------------------------------------------
+def make_sequence_plan():
+    """Return a plan: between the layers, a rank has its part of each sequence."""
+    part, whole = Shard(1), Replicate()  # dimension 1 is the sequence
+    rows = {"input_layouts": whole}
+    return {
+        "tokens": RowwiseParallel(**rows, output_layouts=part),
+        "positions": RowwiseParallel(**rows, output_layouts=Shard(0)),  # no batch here
+        "blocks.*.norm*": SequenceParallel(use_local_output=True),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=part),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=part),
+        "blocks.*.up": ColwiseParallel(input_layouts=part),
+        "blocks.*.down": RowwiseParallel(output_layouts=part),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+
+
+def norms_in_the_plan():
+    """No mistake."""
+    report_sequence(make_sequence_plan())
+
+
+def norms_not_in_the_plan():
+    plan = make_sequence_plan()
+    del plan["blocks.*.norm*"], plan["norm"]  # the mistake
+    report_sequence(plan)
+
+
+def report_sequence(plan):
+    mesh = make_mesh()
+    model = shard(parallelize_module(make(), mesh["tp"], plan), mesh)
+    compare(model, get_group_batch(mesh), one=make())
+    train(model, mesh)
+    found = copies_that_differ(model, mesh)
+    most = max(found.values(), default=0)
+    tell(f"copies that differ: {len(found)}, by {most:.4f} at most")
+    tell_groups("losses on the same sequences", evaluate(model))
 
 
 # ---- norms, counts, files ------------------------------------------------------------
@@ -475,17 +586,69 @@ def no_mesh_for_fully_shard():
     fully_shard(model)
 
 
+def fsdp_around_it():
+    """No mistake."""
+    mesh = make_mesh()
+    report_training(shard(split(make(), mesh), mesh), mesh)
+
+
+def nothing_around_it():
+    mesh = make_mesh()
+    report_training(split(make(), mesh), mesh)  # the mistake
+
+
 def ddp_around_it():
     mesh = make_mesh()
     model = split(make(), mesh)
     nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
+def ddp_with_a_mesh_around_it():
+    mesh = make_mesh()
+    model = split(make(), mesh)
+    ddp = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
+    report_training(ddp, mesh)
+
+
+def report_training(model, mesh):
+    """Train for some steps; print losses, and what the model says it has."""
+    counts = [len(list(model.parameters()))]
+    train(model, mesh)
+    norm = to_whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    tell_groups("clip_grad_norm_ says of the last gradient", norm.item())
+    counts.append(len(list(model.parameters())))
+    tell("parameters: {} before the training, {} after it".format(*counts))
+    tell(f"copies that differ: {len(copies_that_differ(model, mesh))}")
+    tell_groups("losses on the same sequences", evaluate(model))
+
+
 def weights_of_two_meshes():
     mesh = make_mesh()
     model = parallelize_module(make(), mesh["tp"], make_short_plan())
     get_loss(shard(model, mesh), get_group_batch(mesh)).backward()
+    step_with_foreach_or_not(model)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def plain_weights_and_clipping():
+    """As above, but without FSDP."""
+    mesh = make_mesh()
+    model = parallelize_module(make(), mesh["tp"], make_short_plan())
+    get_loss(model, get_group_batch(mesh)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def plain_weights_and_foreach():
+    mesh = make_mesh()
+    model = parallelize_module(make(), mesh["tp"], make_short_plan())
+    get_loss(model, get_group_batch(mesh)).backward()
+    step_with_foreach_or_not(model)
+
+
+def step_with_foreach_or_not(model):
+    for foreach in (False, True):  # what AdamW chooses on a CPU, and on a GPU
+        torch.optim.AdamW(model.parameters(), foreach=foreach).step()
+        tell(f"AdamW(foreach={foreach}): no error")
 
 
 # ---- plan ----------------------------------------------------------------------------
@@ -654,12 +817,13 @@ def weights_on_rank_0_only():
 # ---- the run -------------------------------------------------------------------------
 # the number of processes, and the mistakes
 GROUPS = {
-    "samples": (4, same_samples_in_a_tp_group, other_samples_in_a_tp_group),
+    "samples": (4, same_samples_in_a_tp_group, different_samples_in_a_tp_group),
     "uneven": (2, fewer_samples_on_a_rank),
     "attention": (
         2,
         heads_next_to_each_other,
         queries_keys_values_in_thirds,
+        width_of_heads_inferred,
         heads_that_tp_does_not_divide,
         number_of_heads_fixed,
     ),
@@ -667,9 +831,12 @@ GROUPS = {
         4,
         dropout_seeded_by_dp_rank,
         dropout_seeded_by_rank,
+        dropout_inside_a_pair,
+        dropout_inside_a_pair_with_a_generator,
         weights_seeded_by_rank,
         weights_not_in_the_plan_seeded_by_rank,
     ),
+    "sequence": (4, norms_in_the_plan, norms_not_in_the_plan),
     "sums": (
         4,
         norm_by_hand,
@@ -686,8 +853,13 @@ GROUPS = {
         fully_shard_first,
         whole_mesh_for_fully_shard,
         no_mesh_for_fully_shard,
+        fsdp_around_it,
+        nothing_around_it,
         ddp_around_it,
+        ddp_with_a_mesh_around_it,
         weights_of_two_meshes,
+        plain_weights_and_clipping,
+        plain_weights_and_foreach,
     ),
     "plan": (
         2,
