@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import kubernetes_validate
@@ -25,6 +26,7 @@ from tools.stages import ROOT
 
 pytestmark = pytest.mark.slow  # its file comes early: it often waits
 FOLDER = ROOT / "docs/containers"
+PAGE = (ROOT / "docs/containers.md").read_text()
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 MACHINES = ROOT / "tools/two_machines.sh"
 PAIR = f"containers-{os.getpid()}-"
@@ -87,12 +89,33 @@ def test_a_manifest_follows_the_schemas_of_kubernetes(path, version):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_names_in_the_manifests_fit_together(job, pod, command):
-    service, (claim,) = documents("job.yaml")[0], documents("checkpoints.yaml")
-    name = job["metadata"]["name"]
+def assert_names_fit(service, job):
+    """The pods of a Job have the names that its command and its Service use."""
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:" in command
+    (line,) = pod["containers"][0]["args"]
+    assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:" in line
+
+
+def test_a_second_training_has_names_and_a_folder_of_its_own():
+    """The page's sed makes another Job of job.yaml."""
+    sed = re.search(r"^\$ (sed .*) > second.yaml$", PAGE, re.MULTILINE)[1]
+    made = [*yaml.safe_load_all(harness.run(["sh", "-c", sed], cwd=ROOT).stdout)]
+    first = documents("job.yaml")
+    assert_names_fit(*made)
+    for each, other in zip(made, first, strict=True):
+        assert each["metadata"]["name"] != other["metadata"]["name"]
+    pods = [job["spec"]["template"]["spec"] for _, job in (made, first)]
+    (one, two) = [shlex.split(pod["containers"][0]["args"][0]) for pod in pods]
+    folders = [words[-1].removeprefix("--checkpoint-dir=") for words in (one, two)]
+    assert Path(folders[0]).parent == Path(folders[1])
+    assert pods[0]["volumes"] == pods[1]["volumes"]  # the same disk
+
+
+def test_the_names_in_the_manifests_fit_together(job, pod):
+    service, (claim,) = documents("job.yaml")[0], documents("checkpoints.yaml")
+    assert_names_fit(service, job)
     (container,) = pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
@@ -101,7 +124,19 @@ def test_the_names_in_the_manifests_fit_together(job, pod, command):
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert f"--tag {container['image']} " in DOCKERFILE
     uid = re.search(r"--uid (\d+)", DOCKERFILE)[1]
+    # a name would fail where a policy requires runAsNonRoot
+    assert re.search(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[1] == uid
     assert pod["securityContext"]["fsGroup"] == int(uid)
+
+
+def test_the_page_quotes_the_manifest(job):
+    text = (FOLDER / "job.yaml").read_text()
+    command = textwrap.dedent(re.search(r">-\n((?: {14}.*\n)+)", text)[1])
+    assert f"```\n{command}```\n" in PAGE
+    ready, name = job["spec"]["parallelism"], job["metadata"]["name"]
+    assert f"'{{.status.ready}}'={ready} job/{name} " in PAGE
+    streams = re.search(r"--max-log-requests=(\d+)", PAGE)[1]
+    assert int(streams) > job["spec"]["backoffLimit"] + ready
 
 
 def test_torchrun_understands_the_command(job, pod, command):
@@ -252,18 +287,31 @@ def test_without_is_host_a_late_name_is_too_late(pods, command):
             assert "RendezvousConnectionError" in done.stderr
 
 
+@pytest.mark.sweep
+def test_a_pod_that_waits_alone_gives_up_after_join_timeout(pods, command):
+    pods.publish()
+    line = on_one_cpu(command, MEET).replace("join_timeout=900", "join_timeout=2")
+    with pods.start(1, line) as job:
+        done = job.wait()
+    assert done.returncode == 1
+    assert "RendezvousTimeoutError" in done.stderr
+
+
 # ---- the end -------------------------------------------------------------------------
+def in_a_container(line):
+    """Return a command that runs the line with a process 1 of its own."""
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    return f"exec {shlex.join(words)} sh -c {shlex.quote(line)}"
+
+
 def test_sigterm_to_process_1_saves_a_checkpoint(pods, command, tmp_path):
     """As Kubernetes sends it: to the first process of the container alone."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
     checkpoint = tmp_path / "checkpoint.pt"
     line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
-    container = shlex.join(
-        ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    )
     pods.publish()
-    with pods.start(1, f"exec {container} sh -c {shlex.quote(line)}", WAITS=1) as job:
+    with pods.start(1, in_a_container(line), WAITS=1) as job:
         job.wait_for("waits for a signal")
         (first,) = psutil.Process(job.pid).children()
         assert first.cmdline()[1].endswith("/torchrun")  # and not a shell
@@ -272,6 +320,48 @@ def test_sigterm_to_process_1_saves_a_checkpoint(pods, command, tmp_path):
     assert "rank 0 stopped after step 36" in done.stdout
     assert checkpoint.exists()
     assert done.returncode == 1  # torchrun's, and not the 143 of its rank
+
+
+@pytest.mark.sweep
+def test_ctrl_c_saves_nothing(pods, command, tmp_path):
+    """As `docker run` sends it: SIGINT to process 1."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT_IN_STEP_36)
+    checkpoint = tmp_path / "checkpoint.pt"
+    line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
+    pods.publish()
+    with pods.start(1, in_a_container(line), WAITS=1) as job:
+        job.wait_for("waits for a signal")
+        (first,) = psutil.Process(job.pid).children()
+        first.send_signal(signal.SIGINT)
+        done = job.wait()
+    assert "Process 1 got signal: 2" in done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+    assert not checkpoint.exists()
+
+
+@pytest.mark.sweep
+def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
+    """The kernel drops it at once: it is not even pending."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT_IN_STEP_36)
+    checkpoint = tmp_path / "checkpoint.pt"
+    line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
+    line = f"{line.removeprefix('exec ')}; echo done"
+    pods.publish()
+    with pods.start(1, in_a_container(line), WAITS=1) as job:
+        job.wait_for("waits for a signal")
+        (first,) = psutil.Process(job.pid).children()
+        assert first.name() == "sh"
+        first.send_signal(signal.SIGTERM)
+        status = Path(f"/proc/{first.pid}/status").read_text()
+        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s+(\w+)$", status, re.MULTILINE)
+        sigterm = 1 << signal.SIGTERM - 1
+        assert [int(mask, 16) & sigterm for mask in pending] == [0, 0]
+        first.send_signal(signal.SIGKILL)  # its children are killed with it
+        done = job.wait()
+    assert "stopped after step" not in done.stdout
+    assert not checkpoint.exists()
 
 
 @pytest.mark.parametrize("evicted", [only_in_sweep(1), 2])
