@@ -422,8 +422,10 @@ def test_a_sampler_of_each_rank_separates_inputs_from_targets(silent):
 
 def test_outputs_are_kept_unless_told_otherwise(silent):
     logits = 24 * 32 * 256 * 8
-    # step by default, and without outputs; eval, and the program's evaluate
-    assert numbers(silent["outputs"]) == [0, logits, 0, 0, 0, logits, 0, 0]
+    activations = logits // 4  # a quarter of the width
+    step = [0, logits, 0, 0]  # by default, and without outputs
+    keeps = [activations, logits]  # eval, with and without; then the program's evaluate
+    assert numbers(silent["outputs"]) == [*step, *keeps, *keeps, 0, 0]
 
 
 def test_tied_weights_move_apart_unless_their_gradients_are_added_up(silent):

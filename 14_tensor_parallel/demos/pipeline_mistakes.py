@@ -297,9 +297,12 @@ def sampler():
 
 def tell_kept(call, stage):
     """Print what the processes keep after a call."""
-    size = sum(logits.nbytes for logits in stage.output_chunks)
+    outputs = [*stage.output_chunks]
+    for cached, _ in stage.fwd_cache.values():
+        outputs += cached
+    sizes = {output.data_ptr(): output.nbytes for output in outputs}
     tell(f"{call}: bytes of outputs that are kept")
-    tell_each(f"{size:,}")
+    tell_each(f"{sum(sizes.values()):,}")
 
 
 def outputs():
@@ -308,14 +311,15 @@ def outputs():
         go(part, schedule, get_batch(), return_outputs=keep)
         tell_kept(f"step, return_outputs={keep}", stage)
     inputs, targets = get_batch()
-    with torch.no_grad():
-        if part.is_first:
-            schedule.eval(inputs)
-        else:
-            schedule.eval(target=targets)
-    tell_kept("eval", stage)
+    for keep in (True, False):
+        with torch.no_grad():
+            if part.is_first:
+                schedule.eval(inputs, return_outputs=keep)
+            else:
+                schedule.eval(target=targets, return_outputs=keep)
+        tell_kept(f"eval, return_outputs={keep}", stage)
     pipeline.evaluate(part, stage, schedule, inputs, targets)
-    tell_kept("evaluate, above", stage)
+    tell_kept("evaluate", stage)
 
 
 def shared_weight(part):
