@@ -229,7 +229,7 @@ def test_the_readme_shows_what_is_stored_of_language_models():
     [
         (compare, ["--epochs", "2"], "--epochs"),
         (compare, ["--images", "300"], "--images 300"),
-        (compare, ["--batch-size", "61"], "--batch-size 61"),
+        (compare, ["--processes", "2", "--batch-size", "61"], "--batch-size 61"),
         (compare, ["08"], "there is no stage 08; the stages are"),
         (compare, ["--processes", "0"], "--processes"),
         (compare, ["--show", "nowhere.json"], "nowhere.json"),

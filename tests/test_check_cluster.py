@@ -127,7 +127,7 @@ def machines():
         pytest.skip(f"no network namespaces: {error.stderr.decode().strip()}")
     finally:
         for space in (hub, *made.values()):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            subprocess.run(f"ip netns del {space}", shell=True, capture_output=True)
 
 
 def be_node(space, host, hosts, *more):

@@ -41,15 +41,19 @@ from transformers import Starcoder2Config
 
 from tests import spy
 from tests.conftest import only_in_sweep
+from tests.training import TRANSFORMERS
 from tests.training import losses
 from tools import harness
 from tools.stages import ROOT
+
+harness.preloaded += TRANSFORMERS
 
 FOLDER = ROOT / "your_own_script/hugging_face"
 BEFORE, FSDP, LORA = (FOLDER / f"{name}.py" for name in ("before", "fsdp", "lora"))
 PAGE = (FOLDER / "README.md").read_text()
 KINDS = ("llama", "llama-tied", "gpt2")
-SAMPLES = 504  # of an epoch, whose last batch is dropped
+DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
+SAMPLES = 480  # of an epoch, whose last batch is dropped
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
 PROMPT = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]])
 
@@ -75,7 +79,7 @@ def launch(processes, script, *flags):
 
 def train(script, model, processes, folder, *flags):
     """Train for two epochs in float64; return the screen and the saved weights."""
-    flags = (model, "--dtype=float64", "--epochs=2", *flags)
+    flags = (model, *DOUBLE, *flags)
     prepare = functools.partial(spy.exact_norm, folder)
     done = run(launch(processes, script, *flags), folder, prepare=prepare)
     return done.stdout, saved(folder)
@@ -118,8 +122,7 @@ def before(pretrained, tmp_path_factory):
     def get(kind):
         if kind not in trained:
             folder = tmp_path_factory.mktemp(f"before-{kind}")
-            command = ["python", BEFORE, pretrained(kind)]
-            command += ["--dtype=float64", "--epochs=2"]
+            command = ["python", BEFORE, pretrained(kind), *DOUBLE]
             prepare = functools.partial(spy.exact_norm_and_shuffle, SAMPLES)
             done = run(command, folder, prepare=prepare)
             trained[kind] = done.stdout, saved(folder)
@@ -189,7 +192,7 @@ def test_other_families_are_trained_without_a_change(kind, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(other_config(kind))
     model.to(torch.bfloat16).save_pretrained(tmp_path / kind)
-    command = ["python", BEFORE, tmp_path / kind, "--dtype=float64", "--epochs=2"]
+    command = ["python", BEFORE, tmp_path / kind, *DOUBLE]
     prepare = functools.partial(spy.exact_norm_and_shuffle, SAMPLES)
     expected_screen = run(command, tmp_path / "before", prepare=prepare).stdout
     screen, weights = train(FSDP, tmp_path / kind, 2, tmp_path)
@@ -262,7 +265,7 @@ def test_activation_checkpointing_changes_nothing(pretrained, before, tmp_path):
 
 
 def test_bf16_keeps_weights_in_float32(pretrained, before, tmp_path):
-    flags = (pretrained("llama"), "--bf16", "--epochs=2")
+    flags = (pretrained("llama"), "--bf16", *DOUBLE[1:])
     screen = run(launch(2, FSDP, *flags), tmp_path).stdout
     exact = losses(before("llama")[0])
     assert losses(screen) == pytest.approx(exact, rel=0.02)
@@ -401,7 +404,7 @@ def test_rank_0_reads_files_of_other_names(tmp_path):
         tmp_path / "work/tuned", dtype=torch.float64, output_loading_info=True
     )
     assert not info["missing_keys"] and max_abs_diff(weights, again.state_dict()) == 0
-    command = ["python", BEFORE, tmp_path / "neox", "--dtype=float64", "--epochs=2"]
+    command = ["python", BEFORE, tmp_path / "neox", *DOUBLE]
     prepare = functools.partial(spy.exact_norm_and_shuffle, SAMPLES)
     expected = run(command, tmp_path / "before", prepare=prepare).stdout
     assert screen == expected

@@ -27,6 +27,7 @@ from transformers import LlamaConfig
 
 from tests import fsdp_ranks
 from tests.conftest import only_in_sweep
+from tests.training import TRANSFORMERS
 from tools import harness
 from tools import memory
 from tools.counting import Count
@@ -43,6 +44,8 @@ from tools.memory import count_shape
 from tools.memory import numel
 from tools.memory import totals
 from tools.stages import ROOT
+
+harness.preloaded += [*TRANSFORMERS, "tests.test_memory"]
 
 KINDS = ("llama", "llama-tied", "gpt2")
 # 3 processes cannot share 64 rows equally, and 2 cannot share 131: shards are padded.
@@ -227,9 +230,8 @@ def train(case, processes):
             config, dtype=memory.DTYPES[choices.master]
         )
         model = prepare(plain.train(), choices, mesh, alive)
-        # foreach: the default on a GPU, also for DTensors; here FSDP2 goes one by one
-        foreach = choices.strategy != "fsdp2"
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        # foreach: the default on a GPU; on a CPU, AdamW updates one weight at a time
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         forward(model).backward()
         optimizer.step()
         states = [one for each in optimizer.state.values() for one in each.values()]
@@ -310,7 +312,9 @@ WHOLE = [
     for strategy in ("ddp", "single")
     for kind in ("llama", "gpt2")
 ]
-AT_STEP = [Case("llama", 64, 2, (("strategy", one),)) for one in ("ddp", "single")]
+AT_STEP = [
+    Case("llama", 64, 2, (("strategy", one),)) for one in ("ddp", "single", "fsdp2")
+]
 COPIES = Case("llama", 1024, 128, (("strategy", "ddp"), *CHECKPOINTED))
 
 
@@ -461,13 +465,13 @@ def test_one_process_or_ddp_while_the_loss_is_differentiated(case, measured):
 
 
 @pytest.mark.parametrize("case", AT_STEP)
-def test_one_process_or_ddp_in_the_optimizer_step(case, measured):
-    """To the byte: there is the scalar loss in addition."""
-    found = lines_of(case, 2)
-    (fullest, most), *_ = totals(found).items()
-    assert fullest == STEP
+def test_in_the_optimizer_step(case, measured):
+    """To the byte, with FSDP2 to half a percent: there is the loss in addition."""
+    every = totals(lines_of(case, 2))
+    allowed = 0.005 if ("strategy", "fsdp2") in case.flags else 0
     for seen in measured(case, 2):
-        assert seen["step"] == most + 4 > seen["peak"]
+        assert seen["step"] == pytest.approx(every[STEP] + 4, rel=allowed, abs=0)
+        assert (max(every, key=every.get) == STEP) == (seen["step"] > seen["peak"])
 
 
 def test_autocast_with_activation_checkpointing(measured):

@@ -33,6 +33,7 @@ from tests.test_memory import make_config
 from tests.test_memory import parse
 from tests.test_memory import prepare
 from tests.test_memory import run_main
+from tools import harness
 from tools import memory
 from tools.memory import BLOCK
 from tools.memory import HEAD
@@ -45,6 +46,8 @@ from tools.memory import Choices
 from tools.memory import totals
 from tools.stages import ROOT
 from tools.stages import first_with
+
+harness.preloaded += ["tests.test_memory_splits"]
 
 (DEMOS,) = ROOT.glob("*/demos/pipeline.py")
 sys.path.insert(0, str(DEMOS.parent))

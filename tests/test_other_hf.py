@@ -18,16 +18,19 @@ from tests import spy
 from tests.conftest import only_in_sweep
 from tests.neighbors_harness import FOLDER
 from tests.neighbors_harness import docstring
+from tests.training import TRANSFORMERS
 from tests.training import replace_once
 from tools import harness
 from tools.stages import ROOT
+
+harness.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
 ACCELERATE, TRAINER = "hf_accelerate.py", "hf_trainer.py"
 CONFIG = "hf_distributed_config.py"
 PROGRAMS = (ACCELERATE, TRAINER, CONFIG)
-SAMPLES = 504  # of an epoch, whose last batch is dropped
-DOUBLE = ("--dtype=float64", "--epochs=2")
+SAMPLES = 480  # of an epoch, whose last batch is dropped
+DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
 SHORT = ("--epochs=1", "--batch-size=252")  # two steps
 DDP = "a model is in DistributedDataParallel"
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}

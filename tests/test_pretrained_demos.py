@@ -17,9 +17,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers import LlamaConfig
 
+from tests.training import TRANSFORMERS
 from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
+
+harness.preloaded += TRANSFORMERS
 
 FOLDER = ROOT / first_with("sharded_checkpoints")
 NAMES = ("pretrained_model", "pretrained_mistakes")

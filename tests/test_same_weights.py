@@ -15,6 +15,8 @@ from tests.training import call_all
 from tests.training import counts
 from tests.training import run_stage
 from tests.training import small_workload
+from tests.training import train
+from tests.training import train_copy_in_forks
 from tests.training import train_in_forks
 from tools import harness
 from tools.stages import ROOT
@@ -29,12 +31,18 @@ DISTRIBUTED = with_feature("distributed")
 # Every stage runs on two processes, and these on one more number.
 MORE = [("ddp", 1), ("exact_eval", 3), ("signals", 4), ("text", 3), ("shards", 3)]
 MORE = [(first_with(feature), processes) for feature, processes in MORE]
-# The sweep: every stage on up to three processes, and these, which do all that the
-# others do, on four.
-ON_FOUR = with_feature("signals")
+# The sweep: on up to three processes, the first stage of each kind, and the last ones
+# for images and for text, which do all that the others do, on up to four.
+ON_FOUR = [with_feature("signals", "images")[-1], with_feature("signals", "text")[-1]]
+ON_THREE = [first_with(each) for each in ("ddp", "exact_eval", "text", "shards")]
 # These add, for the first time, what could change a bit.
 ADDING = ["amp", "accumulation", "signals", "shards", "sharded_checkpoints"]
 ADDING = [first_with(feature) for feature in ADDING]
+
+
+def work_of(stage):
+    """Return the Workload of a stage: the digits, or a text for five steps an epoch."""
+    return small_workload(stage, *([240] if "text" in features(stage) else []))
 
 
 @pytest.fixture
@@ -56,7 +64,7 @@ def assert_same(one, other, work):
 def test_dataparallel_equals_one_gpu(trained, baseline):
     stage = first_with("dataparallel")
     done = trained(stage, 1, *DOUBLE, how=train_in_forks)
-    assert_same(baseline, done, small_workload(stage))
+    assert_same(baseline, done, work_of(stage))
 
 
 @pytest.mark.parametrize(
@@ -64,13 +72,14 @@ def test_dataparallel_equals_one_gpu(trained, baseline):
     [
         only_in_sweep(stage, n, unless=n == 2 or (stage, n) in MORE)
         for stage in DISTRIBUTED
-        for n in range(1, 5 if stage in ON_FOUR else 4)
+        for n in (range(1, 5) if stage in ON_FOUR + ON_THREE else [2])
+        if n < 4 or stage in ON_FOUR
     ],
 )
 def test_any_number_of_processes_equals_one_gpu(stage, processes, trained, device):
     if processes not in counts(device):
         pytest.skip(f"{processes} processes need as many GPUs")
-    work = small_workload(stage)
+    work = work_of(stage)
     flags = (*DOUBLE, *work.flags)
     one = trained(reference(stage), 1, *flags, how=train_in_forks)
     done = trained(stage, processes, *flags, how=train_in_forks)
@@ -102,7 +111,7 @@ def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
     measured; on one process no bit differs, which test_fsdp.py shows.
     """
     processes = min(processes, counts(device)[-1])
-    flags = ("--epochs", "2", *small_workload(stage).flags)
+    flags = ("--epochs", "2", *work_of(stage).flags)
     first = trained(first_of_its_kind(stage), processes, *flags, how=train_in_forks)
     if "accumulation" in features(stage):  # a stage's own command may ask for more
         flags += ("--grad-accum-steps", "1")
@@ -145,17 +154,20 @@ def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
 ):
     """A stage and common/, copied into an empty folder, and run from a third folder.
 
-    That a language model learns is shown in test_gpt.py, on more than this text.
+    The sweep does without launchers. That a language model learns is shown in
+    test_gpt.py, on more than this text.
     """
-    flags = ("--epochs", "3", *small_workload(stage).flags)
-    done = trained(stage, several if "distributed" in features(stage) else 1, *flags)
+    flags = ("--epochs", "3", *work_of(stage).flags)
+    how = train if stage in LAUNCHED_BY_DEFAULT else train_copy_in_forks
+    processes = several if "distributed" in features(stage) else 1
+    done = trained(stage, processes, *flags, how=how)
     losses = [row["train"]["loss"] for row in done.rows]
     assert len(losses) == 3
     if "images" in features(stage):
         assert losses[-1] < 0.1 * losses[0]
         assert done.rows[-1]["val"]["acc1"] >= 95
     assert losses == sorted(losses, reverse=True)
-    assert done.epochs == trained(reference(stage), 1, *flags).epochs
+    assert done.epochs == trained(reference(stage), 1, *flags, how=how).epochs
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,11 @@ NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 # Which processes get a signal depends on how Slurm finds the processes of a job.
 both_ways = pytest.mark.parametrize("cluster", TRACKING, indirect=True)
+each_file = pytest.mark.parametrize(
+    "cluster, name",
+    [*zip(TRACKING, (TORCHRUN, JOB), strict=True)],
+    indirect=["cluster"],
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -166,8 +171,6 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
     "cluster, name",
     [
         ("linuxproc", JOB),
-        only_in_sweep("linuxproc", TORCHRUN),
-        only_in_sweep("cgroup", JOB),
         only_in_sweep("cgroup", TORCHRUN),
     ],
     indirect=["cluster"],
@@ -303,7 +306,6 @@ def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
     fault.assert_seen(job.log() + without_signal.log())
 
 
-@both_ways
 def test_the_job_file_for_gpus_resumes_on_nodes_without(cluster, trained, tmp_path):
     """Stopped by the signal before its time is over, which the test sends by hand."""
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
@@ -402,8 +404,7 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
     " task`",
     lost="the run; in stage 09 the steps since the last checkpoint",
 )
-@both_ways
-@pytest.mark.parametrize("name", [JOB, TORCHRUN])
+@each_file
 def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     job = cluster.submit(SLURM, name, *CPU, *ENDLESS, cwd=tmp_path)
     job.wait_for("epoch 2: ")
@@ -424,8 +425,7 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     lost="the run; in stage 09 the steps since the last checkpoint; in stage 10"
     " nothing",
 )
-@both_ways
-@pytest.mark.parametrize("name", [JOB, TORCHRUN])
+@each_file
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = str(ROOT / first_with("exact_eval") / "train.py")

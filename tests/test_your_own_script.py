@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from tests import spy
 from tests.conftest import only_in_sweep
+from tests.training import load_program
 from tests.training import losses
 from tools import harness
 from tools.stages import ROOT
@@ -169,17 +171,19 @@ def test_a_batch_that_cannot_be_divided(script, tmp_path):
 
 
 # ---- check yours ---------------------------------------------------------------------
-def check_yours(tmp_path, code, mistake=("", "")):
-    """Run the page's check on a copy in which a mistake is made; return its lines."""
-    copy = shutil.copytree(FOLDER, tmp_path / "copy")
-    text = AFTER.read_text()
-    assert mistake[0] in text
-    (copy / "after.py").write_text(text.replace(*mistake))
-    return harness.run(CHECK, tmp_path, code=code, cwd=copy).stdout.splitlines()
+def launch_in_forks(command, env, **_):
+    """Do as check_yours.py's subprocess.run does, without launchers."""
+    words = ["torchrun", *command[command.index("--standalone") :]]
+    options = {"code": None, "forks": True, "cwd": Path.cwd()}
+    return harness.run(
+        words, CUDA_VISIBLE_DEVICES=env["CUDA_VISIBLE_DEVICES"], **options
+    )
 
 
 def test_check_yours_finds_that_the_weights_are_equal(tmp_path):
-    lines = check_yours(tmp_path, code=0)
+    """By its command; where it finds a mistake, in the other tests, there are forks."""
+    copy = shutil.copytree(FOLDER, tmp_path / "copy")
+    lines = harness.run(CHECK, tmp_path, cwd=copy).stdout.splitlines()
     pattern = (
         r"1 process +trained|[23] processes +largest difference \d\.\de-1\d, in .*"
     )
@@ -202,8 +206,18 @@ def test_check_yours_finds_that_the_weights_are_equal(tmp_path):
     ],
     ids=["the bare model is trained", "another file", "an error"],
 )
-def test_check_yours_finds(mistake, seen, tmp_path):
-    lines = check_yours(tmp_path, 1, mistake)
+def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
+    text = AFTER.read_text()
+    assert mistake[0] in text
+    (tmp_path / "after.py").write_text(text.replace(*mistake))
+    program = load_program(FOLDER / "check_yours.py")
+    program.subprocess = types.SimpleNamespace(run=launch_in_forks)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", CHECK.split()[1:])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
     assert any(re.fullmatch(seen, line) for line in lines), lines
     assert lines[-1] == "not shown to be equal"
 

@@ -52,6 +52,8 @@ LAUNCHERS = re.compile(LAUNCHERS)
 forkserver = multiprocessing.get_context("forkserver")
 preloaded = ["torch", "torchvision", "torch._dynamo", "torch.distributed.checkpoint"]
 preloaded += ["torch.distributed.checkpoint.state_dict", "tools.harness"]
+# What a notebook's forks need in addition, which the test that runs it says.
+preloaded += os.environ.get("FORKS_PRELOAD", "").split()
 
 
 class CommandError(AssertionError):
