@@ -214,8 +214,8 @@ def lines(shape, activations, choices, rank=0):
         add_activations(add, shape, activations, choices)
     if sharded:
         add_gathered(add, shape, ranks, computed)
-    else:
-        add(STEP, "square roots of AdamW's averages", f"{size} {p}", size * whole)
+    # As on a GPU, where AdamW updates all weights at once (`foreach`).
+    add(STEP, "square roots of AdamW's averages", f"{size} {of_ranks}", size * own)
 
     add(READING, f"from_pretrained, {master}", f"{size} P", size * shape.whole)
     if sharded:
