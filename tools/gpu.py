@@ -6,6 +6,7 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     stages     every stage on one GPU, in float32, float64, bf16, fp16 and twice
     tests      the tests of the scripts, with --device cuda
     failures   the tests of dying ranks, resuming and preemption, with --device cuda
+    yours      your_own_script: the check of a cluster, DDP, FSDP2, and a Llama
     benchmark  one process, one with DDP, and mixed precision: resnet50 on images of
                224 px, and resnet18 on 32 px; the language models, with 200 million
                weights
@@ -32,6 +33,7 @@ import torchvision
 
 from nbtools.lesson import max_abs_diff
 from tools import harness
+from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import fail
 from tools.stages import features
@@ -47,9 +49,13 @@ RUN_SECONDS = 300  # of a stage or a benchmark: one that takes longer hangs
 TESTS = {
     "tests": (
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
-        *("accumulation", "bad_input", "benchmark", "waits", "fsdp"),
+        *("accumulation", "bad_input", "benchmark", "waits", "gpt", "fsdp"),
+        *("tensor_parallel", "recipes"),
     ),
-    "failures": ("rank_failures", "checkpoint", "resume", "preemption"),
+    "failures": (
+        *("rank_failures", "checkpoint", "resume", "preemption"),
+        "sharded_checkpoints",
+    ),
 }
 VARIANTS = (
     ("float32", []),
@@ -98,14 +104,14 @@ def reporter(path):
     return report
 
 
-def run(words, seconds):
+def run(words, seconds, cwd=ROOT):
     """Run a command, at most so long; return its exit code, or "hung", and output.
 
     The number of threads is left to the command.
     """
     variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
-    done = harness.run(words, code=None, seconds=seconds, **variables)
+    done = harness.run(words, code=None, seconds=seconds, cwd=cwd, **variables)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -263,6 +269,35 @@ def probe(args, report):
     return code == 0
 
 
+def run_yours(args, report):
+    """Run the programs that one copies, on all GPUs; return whether they ended well."""
+    processes = max(1, torch.cuda.device_count())
+    launch = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    programs = [
+        [*launch, "check_cluster.py"],
+        [*launch, "after.py"],
+        [*launch, "fsdp.py"],
+        ["python", "hugging_face/make_model.py", "llama"],
+        ["python", "hugging_face/before.py", "llama"],
+        [*launch, "hugging_face/fsdp.py", "llama", "--bf16"],
+        [*launch, "hugging_face/lora.py", "llama"],
+    ]
+    if importlib.util.find_spec("transformers") is None:
+        report("missing: transformers, so nothing of hugging_face/ is run")
+        programs = [each for each in programs if "hugging_face" not in " ".join(each)]
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        for words in programs[: 2 if args.dry_run else None]:
+            place = [
+                str(ROOT / "your_own_script" / word) if word.endswith(".py") else word
+                for word in words
+            ]
+            code, text = run(place, RUN_SECONDS, cwd=folder)
+            good &= code == 0
+            report(f"\n{' '.join(words)}: exit code {code}\n{text}")
+    return good
+
+
 def run_recipes(_args, report):
     """Run the recipe of which a part needs a GPU; return whether it ended well."""
     processes = max(1, torch.cuda.device_count())
@@ -278,6 +313,7 @@ PARTS = {
     "stages": train_stages,
     "tests": lambda *args: run_tests("tests", *args),
     "failures": lambda *args: run_tests("failures", *args),
+    "yours": run_yours,
     "benchmark": benchmark,
     "probe": probe,
     "recipes": run_recipes,
