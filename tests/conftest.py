@@ -1,4 +1,4 @@
-"""The options --device and --all, and the fixtures that several files use."""
+"""The options --device, --all and --release, and fixtures that several files use."""
 
 import collections
 import os
@@ -29,10 +29,18 @@ def only_in_sweep(*values, unless=False):
     return pytest.param(*values, marks=() if unless else pytest.mark.sweep)
 
 
+def only_in_release(*values, unless=False):
+    """Return a case of a parametrized test that only --release runs, or every run."""
+    return pytest.param(*values, marks=() if unless else pytest.mark.release)
+
+
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
     parser.addoption(
         "--all", action="store_true", help="run the tests marked sweep, too"
+    )
+    parser.addoption(
+        "--release", action="store_true", help="in addition, those marked release"
     )
 
 
@@ -41,6 +49,7 @@ def pytest_configure(config):
         "slow: notebooks, and what often waits; `make check` leaves these out",
         "fault(...): a row of docs/faults.md, see tools/fault_table.py",
         "sweep: one of many more cases of a claim; only --all runs it",
+        "release: a sweep that takes long; only --release runs it",
         "long: takes half an hour; only `make exits` runs it",
     ):
         config.addinivalue_line("markers", line)
@@ -58,7 +67,7 @@ def uses_slurm(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the tests in order, and leave out those marked `sweep` unless --all is given.
+    """Put the tests in order, and leave out the sweeps that are not asked for.
 
     Files and notebooks that take long come first, so that no worker is left alone with
     one of them: what uses Slurm, then what is marked `slow`, then files by their tests.
@@ -72,8 +81,13 @@ def pytest_collection_modifyitems(config, items):
         return not uses_slurm(item), not is_slow, -sizes[item.path], item.path
 
     items.sort(key=place)
-    swept = [item for item in items if item.get_closest_marker("sweep")]
-    if swept and not config.getoption("--all"):
+    marks = ["sweep", "release"]
+    if config.getoption("--all"):
+        marks.remove("sweep")
+    if config.getoption("--release"):
+        marks.clear()
+    swept = [item for item in items if any(map(item.get_closest_marker, marks))]
+    if swept:
         items[:] = [item for item in items if item not in swept]
         config.hook.pytest_deselected(items=swept)
         config.stash[NUM_SWEPT] = len(swept)
@@ -117,7 +131,9 @@ def pytest_terminal_summary(terminalreporter, config):
         for name, value in report.user_properties:
             terminalreporter.line(f"{name} {value}")
     if config.stash[NUM_SWEPT]:
-        terminalreporter.line(f"{config.stash[NUM_SWEPT]} tests run only with --all")
+        wanted = "--release" if config.getoption("--all") else "--all or --release"
+        number = config.stash[NUM_SWEPT]
+        terminalreporter.line(f"{number} tests run only with {wanted}")
 
 
 @pytest.fixture

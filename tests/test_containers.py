@@ -19,7 +19,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import missing_for_two_machines
 from tools import harness
 from tools.stages import ROOT
@@ -249,7 +249,7 @@ def assert_met(*jobs):
     assert ranks == ["0", "1"]
 
 
-@pytest.mark.parametrize("late", [only_in_sweep(1), 2])
+@pytest.mark.parametrize("late", [only_in_release(1), 2])
 def test_the_start_waits_for_the_late_pod(late, pods, command):
     line = on_one_cpu(command, MEET)
     pods.publish()
@@ -272,7 +272,7 @@ def test_the_name_of_the_first_pod_can_be_late(pods, command):
         assert_met(first, second)
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_without_is_host_a_late_name_is_too_late(pods, command):
     """Each torchrun asks once whether the name is its own. Nobody opens the port."""
     line = re.sub(r"is_host=.*?,", "", on_one_cpu(command, MEET))
@@ -287,7 +287,7 @@ def test_without_is_host_a_late_name_is_too_late(pods, command):
             assert "RendezvousConnectionError" in done.stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_pod_that_waits_alone_gives_up_after_join_timeout(pods, command):
     pods.publish()
     line = on_one_cpu(command, MEET).replace("join_timeout=900", "join_timeout=2")
@@ -322,7 +322,7 @@ def test_sigterm_to_process_1_saves_a_checkpoint(pods, command, tmp_path):
     assert done.returncode == 1  # torchrun's, and not the 143 of its rank
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_ctrl_c_saves_nothing(pods, command, tmp_path):
     """As `docker run` sends it: SIGINT to process 1."""
     script = tmp_path / "wait.py"
@@ -340,7 +340,7 @@ def test_ctrl_c_saves_nothing(pods, command, tmp_path):
     assert not checkpoint.exists()
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
     """The kernel drops it at once: it is not even pending."""
     script = tmp_path / "wait.py"
@@ -364,7 +364,7 @@ def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
     assert not checkpoint.exists()
 
 
-@pytest.mark.parametrize("evicted", [only_in_sweep(1), 2])
+@pytest.mark.parametrize("evicted", [only_in_release(1), 2])
 def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, command, tmp_path):
     """The other pod starts its ranks again, unless the evicted one had the store."""
     script = tmp_path / "wait.py"

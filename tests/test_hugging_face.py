@@ -40,6 +40,7 @@ from transformers import StableLmConfig
 from transformers import Starcoder2Config
 
 from tests import spy
+from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.training import TRANSFORMERS
 from tests.training import losses
@@ -185,7 +186,7 @@ FAMILIES += ("phi", "qwen2", "stablelm", "starcoder2")
 
 
 @pytest.mark.parametrize(
-    "kind", [only_in_sweep(kind, unless=kind == "qwen2") for kind in FAMILIES]
+    "kind", [only_in_release(kind, unless=kind == "qwen2") for kind in FAMILIES]
 )
 def test_other_families_are_trained_without_a_change(kind, tmp_path):
     """To 1e-4 only: most norms compute in float32, whose rounding AdamW enlarges."""

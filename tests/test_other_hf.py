@@ -262,7 +262,7 @@ def test_the_trainer_trains_the_weights_of_a_changed_before(
     assert in_ddp(done) == [True, True]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_loss_of_the_trainer_is_in_float32(pretrained, before, tmp_path):
     """Which is what is left of the difference: 1.8e-6."""
     command = launch(TRAINER, pretrained("llama"), *DOUBLE)
@@ -271,7 +271,7 @@ def test_the_loss_of_the_trainer_is_in_float32(pretrained, before, tmp_path):
     assert 1e-8 < max_abs_diff(saved(tmp_path), expected) < 1e-5
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_trainer_counts_right_if_told_the_type_of_the_loss(
     pretrained, before, tmp_path
 ):
@@ -283,7 +283,7 @@ def test_the_trainer_counts_right_if_told_the_type_of_the_loss(
     assert max_abs_diff(saved(tmp_path), expected) <= 1e-10
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_trainer_trains_what_distributed_config_sharded(
     pretrained, before, tmp_path
 ):
@@ -295,7 +295,7 @@ def test_the_trainer_trains_what_distributed_config_sharded(
     assert number_sharded(done.stdout) == SHARDED["llama"]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_command_prints_what_its_docstring_shows(
     program, pretrained, before, tmp_path
@@ -326,7 +326,7 @@ def test_the_page_shows_what_fsdp_prints(before):
     assert f"`grad_norm` is {other}, where fsdp.py prints {first}" in text
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("program", [ACCELERATE, TRAINER])
 def test_it_shards_if_accelerate_takes_the_cpus_for_gpus(
     program, pretrained, before, tmp_path
@@ -351,7 +351,7 @@ def run_changed(pretrained, tmp_path):
     return get
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_without_cpu_accelerate_lets_each_process_train_alone(run_changed):
     change = ("        cpu=not torch.cuda.is_available(),\n", "")
     first, second = run_changed(ACCELERATE, change).ranks
@@ -359,14 +359,14 @@ def test_without_cpu_accelerate_lets_each_process_train_alone(run_changed):
     assert len(epochs(first.stdout)) == 1
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_without_a_policy_accelerate_shards_no_blocks(run_changed):
     change = ('auto_wrap_policy="transformer_based_wrap",', "")
     done = run_changed(ACCELERATE, change, prepare=as_if_on_gpus)
     assert number_sharded(done.stdout) == SHARDED["llama"] - 4
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize(
     "prepare, dtype", [(exact_loss, torch.bfloat16), (as_if_on_gpus, torch.float32)]
 )
@@ -395,7 +395,7 @@ def test_the_defaults_are_those_of_the_page():
 
 
 # ---- what it says of the Trainer -----------------------------------------------------
-@pytest.mark.sweep
+@pytest.mark.release
 def test_without_use_cpu_the_trainer_refuses_fsdp(run_changed):
     done = run_changed(TRAINER, (CPU, ""), code=None)
     for rank in done.ranks:
@@ -404,14 +404,14 @@ def test_without_use_cpu_the_trainer_refuses_fsdp(run_changed):
         assert rank.stderr.endswith(error + "\n")
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_without_use_cpu_the_trainer_lets_each_process_train_alone(run_changed):
     done = run_changed(TRAINER, (CPU, ""), ("fsdp=True,", ""))
     for rank in done.ranks:  # the second prints only if it is alone
         assert number_sharded(rank.stdout) == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_all_ranks_of_the_trainer_draw_the_same_numbers(run_changed):
     draw = "model.register_forward_pre_hook(lambda *_: print(torch.rand(1)))"
     line = "    local_batch_size ="
@@ -421,7 +421,7 @@ def test_all_ranks_of_the_trainer_draw_the_same_numbers(run_changed):
     assert first == second
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_trainer_warns(run_changed):
     """DDP does, on CPUs; and transformers does, of the loss that it counts wrongly."""
     stderr = run_changed(TRAINER, kind="gpt2").ranks[0].stderr
@@ -429,7 +429,7 @@ def test_the_trainer_warns(run_changed):
     assert "`loss_type=None` was set in the config but it is unrecognized." in stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_eval_loss_is_not_the_loss_per_token(pretrained, before, tmp_path):
     """Although the weights are those of before.py, and every sample counts."""
     log = "[line['eval_loss'] for line in trainer.state.log_history[1::2]]"
@@ -459,7 +459,7 @@ def test_only_the_root_of_gpt2_is_sharded(run_changed):
     assert warning in done.ranks[0].stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_one_process_gets_no_group_and_no_shards(pretrained, tmp_path):
     lines = ["dist.is_initialized()", "hasattr(model, 'set_requires_gradient_sync')"]
     stop = f"    print({', '.join(lines)})\n    sys.exit()\n    rank, device ="
@@ -469,7 +469,7 @@ def test_one_process_gets_no_group_and_no_shards(pretrained, tmp_path):
     assert run(command, tmp_path).stdout == "False False\n"
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize(
     "made, timeout",
     [
@@ -492,7 +492,7 @@ def test_how_long_a_rank_waits_for_another(made, timeout, run_changed):
     assert done.ranks[0].stdout.startswith(f"{timeout}\n")
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_keeps_the_dtype_of_the_weights(dtype, run_changed, tmp_path):
     run_changed(CONFIG, flags=(f"--dtype={dtype}", "--bf16"))

@@ -301,7 +301,7 @@ def test_context_parallel_of_torch_fails_on_a_cpu(tmp_path):
     assert f'On a CPU it fails: "{message}"' in " ".join(docstring(RING)[1].split())
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("recipe", sorted({*DISTRIBUTED} - {*SAME_ON_THREE}))
 def test_the_proof_holds_on_three_processes(recipe, tmp_path, device):
     if counts(device)[-1] < 3:

@@ -7,6 +7,7 @@ import shutil
 import psutil
 import pytest
 
+from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.slurm_cluster import EVERY
 from tests.slurm_cluster import TRACKING
@@ -49,6 +50,9 @@ NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 # Which processes get a signal depends on how Slurm finds the processes of a job.
 both_ways = pytest.mark.parametrize("cluster", TRACKING, indirect=True)
+one_way = pytest.mark.parametrize(
+    "cluster", [only_in_release("linuxproc"), "cgroup"], indirect=True
+)
 each_file = pytest.mark.parametrize(
     "cluster, name",
     [*zip(TRACKING, (TORCHRUN, JOB), strict=True)],
@@ -108,7 +112,7 @@ def grace_time(cluster):
     "per_node, files",
     [
         (1, [(SLURM, JOB), (SIGNALS, TORCHRUN)]),
-        only_in_sweep(2, [(SLURM, JOB), (SLURM, TORCHRUN)]),
+        only_in_release(2, [(SLURM, JOB), (SLURM, TORCHRUN)]),
     ],
 )
 def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
@@ -200,7 +204,7 @@ def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
 
 
 @pytest.mark.sweep
-@both_ways
+@one_way
 @pytest.mark.fault(
     since="signals",
     what="a rank of a job is killed, with job_torchrun.sbatch",
@@ -236,7 +240,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     cluster, trained, tmp_path
 ):
     """While it waits for its nodes, its checkpoints are copied for a job of four."""
-    work = small_workload(SHARDED, 4800)
+    work = small_workload(SHARDED, 1440)
     flags = (*work.flags, *DOUBLE[:2], "--epochs", "1", "--batch-size", "12")
     own = (*flags, *CPU, "--checkpoint-every", "20")
 
@@ -249,7 +253,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     wait_until(job.steps, harness.LIMIT, job.log)
     assert sorted(job.preempt()) == ["0", "1"]
     step = job.steps()[-1]
-    assert 20 <= step < 400
+    assert 20 <= step < 120
     shutil.copytree(job.checkpoints, tmp_path / "copy")
     of_four = submit(per_node=2, CHECKPOINT_DIR="copy")
     undisturbed = trained(SHARDED, 2, *flags, how=train_in_forks)
@@ -261,11 +265,11 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
         assert max_abs_diff(weights, undisturbed.weights) <= most
     assert "DUE TO PREEMPTION" in job.log()
     assert job.show()["Restarts"] == "1"
-    assert job.steps() == [380, 400]
+    assert job.steps() == [100, 120]
 
 
 @pytest.mark.sweep
-@both_ways
+@one_way
 @pytest.mark.fault(
     since="signals",
     what="a job needs more time than its limit",
@@ -325,7 +329,7 @@ def test_the_job_file_for_gpus_resumes_on_nodes_without(cluster, trained, tmp_pa
     assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_signal_to_one_task_of_an_array_does_not_requeue_the_others(
     cluster, tmp_path
 ):
@@ -352,7 +356,7 @@ def test_a_signal_to_one_task_of_an_array_does_not_requeue_the_others(
     assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
     """It would be requeued forever, if it never gets as far as a checkpoint."""
     script = tmp_path / "train.py"
@@ -373,7 +377,7 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
     assert job.show()["Restarts"] == "0"
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.fault(
     since="slurm",
     without="checkpoints",
@@ -395,7 +399,7 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
 
 
 # ---- jobs that end early -------------------------------------------------------------
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.fault(
     since="slurm",
     without="signals",
@@ -416,7 +420,7 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     assert_gone(ranks.values(), [], harness.LIMIT)
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.fault(
     since="slurm",
     what="a job is cancelled with scancel",
@@ -447,8 +451,8 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
     [
         (SLURM, JOB),
         (SIGNALS, JOB),
-        only_in_sweep(SLURM, TORCHRUN),
-        only_in_sweep(SIGNALS, TORCHRUN),
+        only_in_release(SLURM, TORCHRUN),
+        only_in_release(SIGNALS, TORCHRUN),
     ],
 )
 def test_no_rank_waits_for_one_that_has_failed(stage, name, cluster, tmp_path):
@@ -520,7 +524,7 @@ def processes_with(word):
     return [one for one in processes if (one.info["cmdline"] or [])[1:] == [word]]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize(
     "cluster, second_cluster", [("cgroup", "cgroup")], indirect=True
 )
@@ -561,7 +565,7 @@ def test_without_control_groups_it_says_so_and_starts():
     assert "ProctrackType=proctrack/linuxproc\n" in done.stdout
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_one_cluster_leaves_another_alone_and_no_trace(
     cluster, second_cluster, tmp_path
 ):
