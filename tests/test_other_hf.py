@@ -29,8 +29,8 @@ SCRIPTS = ROOT / "your_own_script/hugging_face"
 ACCELERATE, TRAINER = "hf_accelerate.py", "hf_trainer.py"
 CONFIG = "hf_distributed_config.py"
 PROGRAMS = (ACCELERATE, TRAINER, CONFIG)
-SAMPLES = 480  # of an epoch, whose last batch is dropped
-DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
+SAMPLES = 504  # of an epoch, whose last batch is dropped
+DOUBLE = ("--dtype=float64", "--epochs=2")
 SHORT = ("--epochs=1", "--batch-size=252")  # two steps
 DDP = "a model is in DistributedDataParallel"
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
