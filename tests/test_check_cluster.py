@@ -10,7 +10,6 @@ import ast
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ from torch import distributed as dist
 
 from tests.slurm_cluster import Cluster
 from tests.spy import call_after
+from tests.training import load_program
 from tests.training import missing_for_slurm
 from tools import harness
 from tools.stages import ROOT
@@ -47,9 +47,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 
 harness.preloaded += ["tests.test_check_cluster"]
 
-spec = importlib.util.spec_from_file_location("check_cluster", CHECK)
-check_cluster = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_cluster)
+check_cluster = load_program(CHECK, "check_cluster")
 
 
 # ---- starting ranks ------------------------------------------------------------------

@@ -6,7 +6,6 @@ at every moment but one, of which the tests say why it does not.
 """
 
 import functools
-import importlib.util
 import json
 import sys
 import weakref
@@ -28,6 +27,7 @@ from transformers import LlamaConfig
 from tests import fsdp_ranks
 from tests.conftest import only_in_sweep
 from tests.training import TRANSFORMERS
+from tests.training import load_program
 from tools import harness
 from tools import memory
 from tools.counting import Count
@@ -176,11 +176,7 @@ def prepare(model, choices, mesh, alive):
 
 def shard_model():
     """Return the function by which the script for models of transformers shards one."""
-    path = ROOT / "your_own_script/hugging_face/fsdp.py"
-    spec = importlib.util.spec_from_file_location("hugging_face_fsdp", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.shard_model
+    return load_program(ROOT / "your_own_script/hugging_face/fsdp.py").shard_model
 
 
 def note_gathered(model):

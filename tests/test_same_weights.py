@@ -33,8 +33,10 @@ MORE = [("ddp", 1), ("exact_eval", 3), ("signals", 4), ("text", 3), ("shards", 3
 MORE = [(first_with(feature), processes) for feature, processes in MORE]
 # The sweep: on up to three processes, the first stage of each kind, and the last ones
 # for images and for text, which do all that the others do, on up to four.
-ON_FOUR = [with_feature("signals", "images")[-1], with_feature("signals", "text")[-1]]
-ON_THREE = [first_with(each) for each in ("ddp", "exact_eval", "text", "shards")]
+SWEPT = ("ddp", "exact_eval", "text", "shards")
+SWEPT = {first_with(each): (1, 2, 3) for each in SWEPT}
+for kind in ("images", "text"):
+    SWEPT[with_feature("signals", kind)[-1]] = (1, 2, 3, 4)
 # These add, for the first time, what could change a bit.
 ADDING = ["amp", "accumulation", "signals", "shards", "sharded_checkpoints"]
 ADDING = [first_with(feature) for feature in ADDING]
@@ -72,8 +74,7 @@ def test_dataparallel_equals_one_gpu(trained, baseline):
     [
         only_in_sweep(stage, n, unless=n == 2 or (stage, n) in MORE)
         for stage in DISTRIBUTED
-        for n in (range(1, 5) if stage in ON_FOUR + ON_THREE else [2])
-        if n < 4 or stage in ON_FOUR
+        for n in SWEPT.get(stage, [2])
     ],
 )
 def test_any_number_of_processes_equals_one_gpu(stage, processes, trained, device):

@@ -55,7 +55,7 @@ one_way = pytest.mark.parametrize(
 )
 each_file = pytest.mark.parametrize(
     "cluster, name",
-    [*zip(TRACKING, (TORCHRUN, JOB), strict=True)],
+    [("linuxproc", TORCHRUN), ("cgroup", JOB)],
     indirect=["cluster"],
 )
 

@@ -21,6 +21,7 @@ with the Python that has torch. DIR (gpu_results by default) gets what each part
 import argparse
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -270,11 +271,15 @@ def probe(args, report):
 
 
 def run_yours(args, report):
-    """Run the programs that one copies, on all GPUs; return whether they ended well."""
-    processes = max(1, torch.cuda.device_count())
-    launch = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    """Run the programs that one copies; return whether they ended well.
+
+    The check on all GPUs, the others on as many as divide their batches.
+    """
+    gpus = max(1, torch.cuda.device_count())
+    few = max(number for number in (1, 2, 4) if number <= gpus)
+    launch = ["torchrun", "--standalone", f"--nproc-per-node={few}"]
     programs = [
-        [*launch, "check_cluster.py"],
+        [*launch[:2], f"--nproc-per-node={gpus}", "check_cluster.py"],
         [*launch, "after.py"],
         [*launch, "fsdp.py"],
         ["python", "hugging_face/make_model.py", "llama"],
@@ -287,12 +292,9 @@ def run_yours(args, report):
         programs = [each for each in programs if "hugging_face" not in " ".join(each)]
     good = True
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "your_own_script", folder, dirs_exist_ok=True)
         for words in programs[: 2 if args.dry_run else None]:
-            place = [
-                str(ROOT / "your_own_script" / word) if word.endswith(".py") else word
-                for word in words
-            ]
-            code, text = run(place, RUN_SECONDS, cwd=folder)
+            code, text = run(words, RUN_SECONDS, cwd=folder)
             good &= code == 0
             report(f"\n{' '.join(words)}: exit code {code}\n{text}")
     return good
