@@ -19,8 +19,9 @@ _scratch = tempfile.TemporaryDirectory()
 work = Path(_scratch.name)
 
 # Set where notebooks are tested: then a command is run without its launcher if it can
-# be (see tools/harness.py), which takes a fraction of the time.
-FORKS = "LESSON_FORKS" in os.environ
+# be (see tools/harness.py), which takes a fraction of the time. With "working", not one
+# that fails: what the launcher says of it is shown.
+FORKS = os.environ.get("LESSON_FORKS")
 
 
 def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
@@ -40,10 +41,10 @@ def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
     print(f"$ {command}", flush=True)
     words = shlex.split(command.replace("\\\n", " "))
     words = [word.replace("$WORK", str(work)) for word in words]
-    lines = []
+    forks, lines = FORKS and not (fails and FORKS == "working"), []
     with (
         tempfile.TemporaryDirectory() as folder,
-        harness.start(words, folder, forks=FORKS and not fails, together=True) as job,
+        harness.start(words, folder, forks=forks, together=True) as job,
     ):
         for line in lines_of(job, seconds):
             lines.append(without_folders(line))

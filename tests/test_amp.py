@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from common import weights
+from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
@@ -39,6 +40,7 @@ ACCUMULATING = with_feature("amp", "accumulation")
 # The first of each kind: the others have the same lines of mixed precision.
 ADDING = ("accumulation", "text", "shards", "tensor_parallel")
 ADDING = [first_with(feature, "amp") for feature in ADDING]
+SWEPT = list(zip(ADDING[1:], ("fp16", "bf16", "fp16"), strict=True))
 SAMPLES = 240  # 5 steps an epoch
 
 
@@ -47,9 +49,12 @@ SAMPLES = 240  # 5 steps an epoch
     [
         (STAGE, "bf16"),
         (STAGE, "fp16"),
+        (ADDING[0], "fp16"),
+        *(only_in_sweep(*case) for case in SWEPT),
         *(
-            only_in_sweep(*case, unless=case == (ACCUMULATING[0], "fp16"))
+            only_in_release(*case)
             for case in itertools.product(ADDING, ("bf16", "fp16"))
+            if case not in (*SWEPT, (ADDING[0], "fp16"))
         ),
     ],
 )

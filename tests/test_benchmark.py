@@ -151,7 +151,7 @@ def test_windows_of_equal_rows_are_pooled():
     assert second["s"] == {"median": 7.0, "least": 7.0, "most": 7.0}
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("name", compare.LIBRARIES)
 def test_other_libraries_are_measured_on_the_same_work(args, device, name):
     if device == "cuda":
@@ -162,7 +162,7 @@ def test_other_libraries_are_measured_on_the_same_work(args, device, name):
     assert min(row["images_per_s"]) > 0
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_spawned_processes_are_measured_too(args, several):
     """Each sends its gradient, in one bucket, and nothing else while it trains."""
     row, counted = compare.train(args, first_with("spawn"), several, 48)

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from nbtools.sections import sections
+from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.training import load_stage_for_vectors
 from tests.training import replace_data
@@ -51,7 +52,7 @@ def val_loader(module, n, batch_size):
 
 
 @pytest.mark.parametrize("stage", EVALUATING)
-@pytest.mark.parametrize("examples", [40, only_in_sweep(300)])
+@pytest.mark.parametrize("examples", [40, only_in_release(300)])
 def test_every_sample_is_evaluated_once(stage, examples):
     """By the loaders of up to 16 processes: this one is each of them in turn.
 

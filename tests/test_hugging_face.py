@@ -53,6 +53,7 @@ FOLDER = ROOT / "your_own_script/hugging_face"
 BEFORE, FSDP, LORA = (FOLDER / f"{name}.py" for name in ("before", "fsdp", "lora"))
 PAGE = (FOLDER / "README.md").read_text()
 KINDS = ("llama", "llama-tied", "gpt2")
+SWEPT = [("gpt2", 1), ("llama", 3)]
 DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
 SAMPLES = 480  # of an epoch, whose last batch is dropped
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
@@ -136,9 +137,14 @@ def before(pretrained, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind, processes",
     [
-        only_in_sweep(kind, processes, unless=processes == 2)
-        for kind in KINDS
-        for processes in (1, 2, 3)
+        *((kind, 2) for kind in KINDS),
+        *(only_in_sweep(*case) for case in SWEPT),
+        *(
+            only_in_release(kind, n)
+            for kind in KINDS
+            for n in (1, 3)
+            if (kind, n) not in SWEPT
+        ),
     ],
 )
 def test_fsdp_trains_the_weights_of_before(
@@ -434,7 +440,7 @@ def adapted(pretrained, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(3)])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 @pytest.mark.parametrize("flags", [(), ("--peft",)], ids=["own", "peft"])
 def test_adapters_are_equal_on_any_number_of_processes(processes, flags, adapted):
     _, expected_screen, expected = adapted(1, *flags)

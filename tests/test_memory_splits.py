@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 
 from common.gpt import GPT
 from tests import fsdp_ranks
+from tests.conftest import only_in_sweep
 from tests.test_memory import Alive
 from tests.test_memory import assert_one_line
 from tests.test_memory import bytes_of
@@ -316,7 +317,7 @@ def is_rank_0_of_groups(rank):
     return rank % 2 == 0
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
 @pytest.mark.parametrize("case", IN_GROUPS)
 def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     """And all ranks together have each layer once, and the norms in each group."""
@@ -336,7 +337,7 @@ def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     )
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
 @pytest.mark.parametrize("case", AT_LOSS)
 def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss."""
@@ -350,7 +351,7 @@ def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
             assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
 @pytest.mark.parametrize("case", AT_EMBEDDING)
 def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss; there are few tokens."""
@@ -360,7 +361,7 @@ def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measu
         assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
 @pytest.mark.parametrize("case", AT_HEAD)
 def test_a_tp_group_while_the_heads_gradient_is_reduced(case, processes, measured):
     """To the byte, with the two scalars of the loss.
@@ -379,7 +380,7 @@ def test_a_tp_group_while_the_heads_gradient_is_reduced(case, processes, measure
         assert sheet.most + 8 - freed <= seen["peak"] <= sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
 def test_the_stage_leaves_the_same_parts_on_each_rank(processes, tmp_path):
     """Of the GPT of common/: all its sizes can be divided."""
     stage = first_with("tensor_parallel")

@@ -57,6 +57,18 @@ STARTS = {
 }
 SANITIZE = ROOT / "tests/sanitize.cfg"
 USES_SLURM = [name for name, script in STARTS.items() if "slurm" in script]
+# These show what the launcher says, or does, when a command fails.
+SHOW_LAUNCHER = (
+    "03_ddp_launch/when_a_rank_fails",
+    "09_resume/09_resume",
+    "10_preemption/10_preemption",
+    "10_preemption/signals",
+    "12_fsdp/fsdp_mistakes",
+    "13_sharded_checkpoints/13_sharded_checkpoints",
+    "13_sharded_checkpoints/asynchronous_saves",
+    "13_sharded_checkpoints/pretrained_mistakes",
+    "14_tensor_parallel/tensor_parallel_mistakes",
+)
 
 # Words that were once used here, and are not the field's (or not English): pattern, and
 # what to say instead.
@@ -147,7 +159,9 @@ def nbval(notebook, compare=True):
     command += ["-o", "addopts=", "--nbval-current-env", "--nbval-cell-timeout=1500"]
     command += ["--nbval" if compare else "--nbval-lax"]
     command += ["--nbval-sanitize-with", SANITIZE, notebook]
-    options = {"cwd": notebook.parent, "LESSON_FORKS": 1}
+    launched = f"{notebook.parent.name}/{notebook.stem}" in SHOW_LAUNCHER
+    options = {"LESSON_FORKS": "working" if launched else "all"}
+    options["cwd"] = notebook.parent
     if "hugging_face" in notebook.read_text():
         options["FORKS_PRELOAD"] = " ".join(TRANSFORMERS)
     return harness.run(command, code=None, seconds=1500, **options)
@@ -180,7 +194,7 @@ def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("notebook", STARTS)
 def test_a_notebook_runs_without_what_it_starts(notebook, clean_copy):
@@ -394,7 +408,7 @@ def solutions(stage):
 
 @pytest.mark.parametrize("stage", stages())
 def test_an_exercise_is_solved_by_its_solution_only(stage, capfd, monkeypatch):
-    monkeypatch.setattr(lesson, "FORKS", True)
+    monkeypatch.setattr(lesson, "FORKS", "all")
     notebook = main_notebook(stage)
     cells = code_cells(notebook)
     tags = [cell.metadata.get("tags") for cell in cells]

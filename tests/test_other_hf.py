@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests import spy
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.neighbors_harness import FOLDER
 from tests.neighbors_harness import docstring
 from tests.training import TRANSFORMERS
@@ -209,7 +209,9 @@ def before(pretrained, tmp_path_factory):
 
 
 # ---- the weights ---------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["llama", *map(only_in_sweep, ("llama-tied", "gpt2"))])
+@pytest.mark.parametrize(
+    "kind", ["llama", *map(only_in_release, ("llama-tied", "gpt2"))]
+)
 @pytest.mark.parametrize("program", [ACCELERATE, CONFIG])
 def test_two_processes_train_the_weights_of_before(
     program, kind, pretrained, before, tmp_path
@@ -242,8 +244,8 @@ def test_two_processes_train_the_weights_of_before(
     "kind, change",
     [
         ("llama", "no decay of norms and biases"),
-        only_in_sweep("llama-tied", "no decay of norms and biases"),
-        only_in_sweep("gpt2", "a token more per sequence, too"),
+        only_in_release("llama-tied", "no decay of norms and biases"),
+        only_in_release("gpt2", "a token more per sequence, too"),
     ],
 )
 def test_the_trainer_trains_the_weights_of_a_changed_before(

@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler
 from common import checkpoint
 from common.loader import collate
 from common.loader import skip_first_batches
+from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import infinite_gradient
@@ -163,8 +164,13 @@ def kill_at_some_moment(run, job, draw):
     return f"{len(victims)} killed {delay:.3f} s after step {run.step + step}"
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("stage", [STAGE, *SHARDS])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *map(only_in_sweep, (STAGE, SHARDS[-1])),
+        *map(only_in_release, SHARDS[:-1]),
+    ],
+)
 def test_kills_at_random_moments_change_no_bit(
     stage, trained, several, device, tmp_path
 ):
@@ -297,7 +303,7 @@ register_optimizer_step_pre_hook(kill)
 )
 @pytest.mark.parametrize(
     "kills",
-    [[[1]], only_in_sweep([[1], [0, 1], [0]])],
+    [[[1]], only_in_release([[1], [0, 1], [0]])],
     ids=["once", "as_often_as_the_command_allows"],
 )
 def test_torchrun_restarts_killed_ranks(kills, trained, two, device, tmp_path, fault):

@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import only_in_release
 from tests.conftest import only_in_sweep
 from tests.slurm_cluster import EVERY
-from tests.slurm_cluster import TRACKING
 from tests.slurm_cluster import Cluster
 from tests.slurm_cluster import SlurmJob
 from tests.slurm_cluster import missing_for_cgroup
@@ -49,7 +48,6 @@ LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", 
 NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 # Which processes get a signal depends on how Slurm finds the processes of a job.
-both_ways = pytest.mark.parametrize("cluster", TRACKING, indirect=True)
 one_way = pytest.mark.parametrize(
     "cluster", [only_in_release("linuxproc"), "cgroup"], indirect=True
 )
@@ -146,7 +144,9 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
     assert kept == ["step-000000030.pt", "step-000000060.pt"] * len(signals)
 
 
-@both_ways
+@pytest.mark.parametrize(
+    "cluster", ["linuxproc", only_in_sweep("cgroup")], indirect=True
+)
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted by a more urgent one",
@@ -175,7 +175,7 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
     "cluster, name",
     [
         ("linuxproc", JOB),
-        only_in_sweep("cgroup", TORCHRUN),
+        only_in_release("cgroup", TORCHRUN),
     ],
     indirect=["cluster"],
 )
@@ -235,7 +235,7 @@ def test_torchruns_on_two_nodes_restart_a_killed_rank(
     assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     cluster, trained, tmp_path
 ):

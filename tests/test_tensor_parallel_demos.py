@@ -216,7 +216,7 @@ def solutions():
 def said(answer, check, capsys, monkeypatch):
     """Return the last line that a check prints after an answer."""
     import_demo(monkeypatch)
-    monkeypatch.setattr("nbtools.lesson.FORKS", True)
+    monkeypatch.setattr("nbtools.lesson.FORKS", "all")
     setup = next(cell.source for cell in CELLS if cell.cell_type == "code")
     setup = setup.partition("\nshow(")[0]
     exec("\n".join([setup, answer, check]), {})

@@ -176,7 +176,7 @@ def test_the_pages_name_only_what_exists(page):
 
 
 # ---- tools/gpu.py --------------------------------------------------------------------
-@pytest.mark.sweep
+@pytest.mark.release
 def test_every_part_of_the_gpu_half_runs(tmp_path):
     """On the CPU, with little work; stage 01 is trained twice, to equal weights."""
     words = ["python", "-m", "tools.gpu", "--dry-run", "--out-dir", tmp_path]

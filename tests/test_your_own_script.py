@@ -180,10 +180,31 @@ def launch_in_forks(command, env, **_):
     )
 
 
-def test_check_yours_finds_that_the_weights_are_equal(tmp_path):
-    """By its command; where it finds a mistake, in the other tests, there are forks."""
+def check(folder, monkeypatch, capsys):
+    """Run check_yours.py in a folder, in forks; return its exit code and its lines."""
+    program = load_program(FOLDER / "check_yours.py")
+    program.subprocess = types.SimpleNamespace(run=launch_in_forks)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", CHECK.split()[1:])
+    try:
+        program.main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    return code, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("launched", [False, only_in_sweep(True)])
+def test_check_yours_finds_that_the_weights_are_equal(
+    launched, tmp_path, monkeypatch, capsys
+):
+    """By its command, too; the other tests do without launchers."""
     copy = shutil.copytree(FOLDER, tmp_path / "copy")
-    lines = harness.run(CHECK, tmp_path, cwd=copy).stdout.splitlines()
+    if launched:
+        lines = harness.run(CHECK, tmp_path, cwd=copy).stdout.splitlines()
+    else:
+        code, lines = check(copy, monkeypatch, capsys)
+        assert code == 0
     pattern = (
         r"1 process +trained|[23] processes +largest difference \d\.\de-1\d, in .*"
     )
@@ -210,14 +231,8 @@ def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
     text = AFTER.read_text()
     assert mistake[0] in text
     (tmp_path / "after.py").write_text(text.replace(*mistake))
-    program = load_program(FOLDER / "check_yours.py")
-    program.subprocess = types.SimpleNamespace(run=launch_in_forks)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", CHECK.split()[1:])
-    with pytest.raises(SystemExit) as ended:
-        program.main()
-    assert ended.value.code == 1
-    lines = capsys.readouterr().out.splitlines()
+    code, lines = check(tmp_path, monkeypatch, capsys)
+    assert code == 1
     assert any(re.fullmatch(seen, line) for line in lines), lines
     assert lines[-1] == "not shown to be equal"
 

@@ -219,6 +219,9 @@ class ForkedJob(Job):
         return joined(ranks, self.together)
 
     def running(self):
+        if self.together and any(fork.exitcode for fork in self.forks):
+            for fork in self.forks:
+                fork.terminate()  # as torchrun does when a rank has failed
         return any(fork.is_alive() for fork in self.forks)
 
     def members(self):
@@ -259,6 +262,8 @@ def result_in(folder, returncode):
 def joined(ranks, together):
     """Return the Done of a job from those of its ranks."""
     code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    if together and code and len(ranks) > 1:
+        code = 1  # torchrun's, whatever its ranks ended with
     shown = ranks[:1] if together else ranks
     outputs = ("".join(getattr(rank, name) for rank in shown) for name in OUTPUTS)
     return Done(code, *outputs, ranks)
@@ -356,20 +361,29 @@ def in_fork(arguments, folder, cwd, variables, prepare):
     os.environ.update(variables)
     multiprocessing.set_start_method(None, force=True)  # not the server's
     tempfile.tempdir = None  # what TMPDIR was when the server started
-    # OMP_NUM_THREADS was read when the server imported torch
+    # These two variables were read when the server imported torch.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.distributed.set_debug_level_from_env()
     torch.default_generator.seed()  # otherwise it is the server's, the same in each
     if prepare:
         prepare()
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path.insert(0, cwd)
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        script = Path(arguments[0]).resolve()  # processes that it spawns import it, too
-        sys.path[0] = str(script.parent)
-        runpy.run_path(str(script), run_name="__main__")
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, cwd)
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            # absolute, because processes that it spawns import it, too
+            script = Path(arguments[0]).resolve()
+            sys.path[0] = str(script.parent)
+            runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:  # printed as by python: torch's hook adds the rank
+        frames = error.__traceback__
+        while frames.tb_next and frames.tb_frame.f_globals["__name__"] != "__main__":
+            frames = frames.tb_next
+        sys.excepthook(type(error), error, frames)
+        sys.exit(1)
 
 
 def default_ctrl_c():
