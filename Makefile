@@ -13,7 +13,7 @@ help:
 	@echo "make demo             train every stage and compare them in a table"
 	@echo "make demo PY=python   the same with the Python that you name; installs nothing"
 	@echo "make test             run the tests (ARGS=... is passed to pytest)"
-	@echo "make test ARGS=--all  run the tests and the sweeps, as CI does"
+	@echo "make test ARGS=--all  run the tests and the sweeps"
 	@echo "make test ARGS=--release  in addition the sweeps that take long"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
