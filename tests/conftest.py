@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     for line in (
-        "slow: notebooks, and what often waits; `make check` leaves these out",
+        "slow: notebooks, and what takes long or waits; `make check` leaves these out",
         "fault(...): a row of docs/faults.md, see tools/fault_table.py",
         "sweep: one of many more cases of a claim; only --all runs it",
         "release: a sweep that takes long; only --release runs it",

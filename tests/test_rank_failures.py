@@ -23,7 +23,8 @@ from tools.stages import with_feature
 TORCHRUN, SPAWN = first_with("torchrun"), first_with("spawn")
 STOPS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ONE_OF_EACH = [*zip((TORCHRUN, SPAWN, TORCHRUN), STOPS, strict=True)]
-pytestmark = pytest.mark.usefixtures("two")
+# slow: its file comes early, because it takes long
+pytestmark = [pytest.mark.usefixtures("two"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from tools.stages import reference
 from tools.stages import stages
 from tools.stages import with_feature
 
+pytestmark = pytest.mark.slow  # its file comes early: it takes long
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED = with_feature("distributed")
 # Every stage runs on two processes, and these on one more number.

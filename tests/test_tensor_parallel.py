@@ -34,6 +34,8 @@ from tools.stages import reference
 from tools.stages import registry
 from tools.weights import max_abs_diff
 
+pytestmark = pytest.mark.slow  # its file comes early: it takes long
+
 STAGE = first_with("tensor_parallel")
 BEFORE = registry()[STAGE].builds_on
 WORK = small_workload(STAGE, 240)

@@ -19,6 +19,8 @@ from tools.stages import ROOT
 from tools.stages import features
 from tools.stages import stages
 
+pytestmark = pytest.mark.slow  # its file comes early: it takes long
+
 # Without a GPU, the lines below these conditions are left out.
 ONLY_ON_GPUS = [r'if device\.type == "cuda":']
 STEPS = 5  # in an epoch

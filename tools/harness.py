@@ -382,7 +382,7 @@ def in_fork(arguments, folder, cwd, variables, prepare):
         frames = error.__traceback__
         while frames.tb_next and frames.tb_frame.f_globals["__name__"] != "__main__":
             frames = frames.tb_next
-        sys.excepthook(type(error), error, frames)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         sys.exit(1)
 
 
