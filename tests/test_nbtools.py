@@ -52,6 +52,33 @@ def test_run_raises_unless_the_child_ends_as_it_should():
             lesson.run("python -c 'import time; time.sleep(3600)'", flag, seconds=0)
 
 
+@pytest.mark.parametrize("forks", [None, "all"])
+def test_a_rank_that_fails_ends_the_others(forks, tmp_path, monkeypatch):
+    """In forks as by torchrun, and with the same traceback."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('its reason')\n"
+        "time.sleep(3600)\n"
+    )
+    monkeypatch.setattr(lesson, "FORKS", forks)
+    command = f"torchrun --standalone --nproc-per-node=2 {script}"
+    done = lesson.run(command, fails=True)
+    assert done.returncode == 1
+    assert (
+        "[rank1]: Traceback (most recent call last):\n"
+        f'[rank1]:   File "{script}", line 6, in <module>\n'
+    ) in done.stderr
+    assert "\n[rank1]: ValueError: its reason\n" in done.stderr
+    assert ("torchrun" in done.stderr or "ChildFailedError" in done.stderr) != bool(
+        forks
+    )
+
+
 def test_whatever_ends_run_ends_what_it_started(monkeypatch):
     """Ctrl-C for instance: no process of the command is left."""
     processes = []
