@@ -198,7 +198,7 @@ class ForkedJob(Job):
 
     def __init__(self, arguments, environments, folder, cwd, prepare, together):
         super().__init__(folder)
-        self.together = together
+        self.together, self.ended_others = together, False
         numbers = range(len(environments))
         self.folders = [folder if together else Path(folder, str(n)) for n in numbers]
         for place in self.folders:
@@ -219,9 +219,11 @@ class ForkedJob(Job):
         return joined(ranks, self.together)
 
     def running(self):
-        if self.together and any(fork.exitcode for fork in self.forks):
+        failed = self.together and any(fork.exitcode for fork in self.forks)
+        if failed and not self.ended_others:  # as by torchrun: SIGTERM, once
+            self.ended_others = True
             for fork in self.forks:
-                fork.terminate()  # as torchrun does when a rank has failed
+                fork.terminate()
         return any(fork.is_alive() for fork in self.forks)
 
     def members(self):
@@ -261,9 +263,11 @@ def result_in(folder, returncode):
 
 def joined(ranks, together):
     """Return the Done of a job from those of its ranks."""
-    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-    if together and code and len(ranks) > 1:
-        code = 1  # torchrun's, whatever its ranks ended with
+    codes = [rank.returncode for rank in ranks if rank.returncode]
+    code = codes[0] if codes else 0
+    if together and codes and len(ranks) > 1:
+        # torchrun's own, whatever its ranks ended with
+        code = "hung" if "hung" in codes else 1
     shown = ranks[:1] if together else ranks
     outputs = ("".join(getattr(rank, name) for rank in shown) for name in OUTPUTS)
     return Done(code, *outputs, ranks)
