@@ -12,9 +12,9 @@ ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 help:
 	@echo "make demo             train every stage and compare them in a table"
 	@echo "make demo PY=python   the same with the Python that you name; installs nothing"
-	@echo "make test             run the tests (ARGS=... is passed to pytest)"
-	@echo "make test ARGS=--all  run the tests and the sweeps"
-	@echo "make test ARGS=--release  in addition the sweeps that take long"
+	@echo "make test             run the tests of the stages (ARGS=... is passed to pytest)"
+	@echo "make test ARGS=--all  also those around the stages, as CI does"
+	@echo "make test ARGS=--release  all tests that there are"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"

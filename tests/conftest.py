@@ -20,13 +20,13 @@ from tests.training import counts
 from tests.training import train
 from tools.stages import ROOT
 
-NUM_SWEPT = pytest.StashKey()
+NUM_LEFT_OUT = pytest.StashKey()
 RUNS_NOTEBOOK = re.compile(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]")
 
 
-def only_in_sweep(*values, unless=False):
+def only_in_ci(*values, unless=False):
     """Return a case of a parametrized test that only --all runs, or every run."""
-    return pytest.param(*values, marks=() if unless else pytest.mark.sweep)
+    return pytest.param(*values, marks=() if unless else pytest.mark.ci)
 
 
 def only_in_release(*values, unless=False):
@@ -36,9 +36,7 @@ def only_in_release(*values, unless=False):
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.addoption(
-        "--all", action="store_true", help="run the tests marked sweep, too"
-    )
+    parser.addoption("--all", action="store_true", help="run the tests marked ci, too")
     parser.addoption(
         "--release", action="store_true", help="in addition, those marked release"
     )
@@ -48,12 +46,12 @@ def pytest_configure(config):
     for line in (
         "slow: notebooks, and what takes long or waits; `make check` leaves these out",
         "fault(...): a row of docs/faults.md, see tools/fault_table.py",
-        "sweep: one of many more cases of a claim; only --all runs it",
-        "release: a sweep that takes long; only --release runs it",
+        "ci: not about a stage itself, or takes long; --all runs it, as CI does",
+        "release: one of many more cases of a claim; only --release runs it",
         "long: takes half an hour; only `make exits` runs it",
     ):
         config.addinivalue_line("markers", line)
-    config.stash[NUM_SWEPT] = 0
+    config.stash[NUM_LEFT_OUT] = 0
     config.option.loadscopereorder = False  # the order below is better
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
@@ -67,7 +65,7 @@ def uses_slurm(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the tests in order, and leave out the sweeps that are not asked for.
+    """Put the tests in order, and leave out those that are not asked for.
 
     Files and notebooks that take long come first, so that no worker is left alone with
     one of them: what uses Slurm, then what is marked `slow`, then files by their tests.
@@ -81,16 +79,16 @@ def pytest_collection_modifyitems(config, items):
         return not uses_slurm(item), not is_slow, -sizes[item.path], item.path
 
     items.sort(key=place)
-    marks = ["sweep", "release"]
+    marks = ["ci", "release"]
     if config.getoption("--all"):
-        marks.remove("sweep")
+        marks.remove("ci")
     if config.getoption("--release"):
         marks.clear()
-    swept = [item for item in items if any(map(item.get_closest_marker, marks))]
-    if swept:
-        items[:] = [item for item in items if item not in swept]
-        config.hook.pytest_deselected(items=swept)
-        config.stash[NUM_SWEPT] = len(swept)
+    left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
+        config.stash[NUM_LEFT_OUT] = len(left_out)
 
 
 class Scheduling(LoadFileScheduling):
@@ -118,21 +116,23 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):  # noqa: ARG001 (xdist's; every worker collects all)
-    node.config.stash[NUM_SWEPT] = getattr(node, "workeroutput", {}).get("num_swept", 0)
+    node.config.stash[NUM_LEFT_OUT] = getattr(node, "workeroutput", {}).get(
+        "num_left_out", 0
+    )
 
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["num_swept"] = session.config.stash[NUM_SWEPT]
+        session.config.workeroutput["num_left_out"] = session.config.stash[NUM_LEFT_OUT]
 
 
 def pytest_terminal_summary(terminalreporter, config):
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             terminalreporter.line(f"{name} {value}")
-    if config.stash[NUM_SWEPT]:
+    if config.stash[NUM_LEFT_OUT]:
         wanted = "--release" if config.getoption("--all") else "--all or --release"
-        number = config.stash[NUM_SWEPT]
+        number = config.stash[NUM_LEFT_OUT]
         terminalreporter.line(f"{number} tests run only with {wanted}")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common import meters
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
 from tests.training import counts
@@ -32,7 +32,7 @@ ACCUMULATING = with_feature("accumulation")
 FIRST = ACCUMULATING[0]
 SAMPLES = 96  # 2 steps an epoch
 each_stage = pytest.mark.parametrize(
-    "stage", [only_in_sweep(s, unless=s == FIRST) for s in ACCUMULATING]
+    "stage", [only_in_release(s, unless=s == FIRST) for s in ACCUMULATING]
 )
 # Processes and micro-batches, which divide the local batch. In the second and the
 # fourth pair a micro-batch is one sample.
@@ -44,7 +44,7 @@ ADDING = [FIRST, *(first_with(each, "accumulation") for each in ("text", "shards
 @pytest.mark.parametrize(
     "stage, processes, micro_batches",
     [
-        only_in_sweep(stage, *pair, unless=stage == FIRST and pair in PAIRS[:3])
+        only_in_release(stage, *pair, unless=stage == FIRST and pair in PAIRS[:3])
         for stage in ACCUMULATING
         for pair in (PAIRS if stage == FIRST else PAIRS[2:5])
         if pair != ONE_SAMPLE or stage in ADDING

@@ -11,7 +11,6 @@ from torch import nn
 
 from common import weights
 from tests.conftest import only_in_release
-from tests.conftest import only_in_sweep
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
@@ -40,7 +39,6 @@ ACCUMULATING = with_feature("amp", "accumulation")
 # The first of each kind: the others have the same lines of mixed precision.
 ADDING = ("accumulation", "text", "shards", "tensor_parallel")
 ADDING = [first_with(feature, "amp") for feature in ADDING]
-SWEPT = list(zip(ADDING[1:], ("fp16", "bf16", "fp16"), strict=True))
 SAMPLES = 240  # 5 steps an epoch
 
 
@@ -51,7 +49,7 @@ SAMPLES = 240  # 5 steps an epoch
         (STAGE, "fp16"),
         (ADDING[0], "fp16"),
         *(
-            (only_in_sweep if case in SWEPT else only_in_release)(*case)
+            only_in_release(*case)
             for case in itertools.product(ADDING, ("bf16", "fp16"))
             if case != (ADDING[0], "fp16")
         ),
@@ -190,7 +188,7 @@ def test_the_gradient_is_clipped_after_it_is_unscaled(take_steps):
 # ---- on one of two processes ---------------------------------------------------------
 DEFAULT = (STAGE, first_with("accumulation"), first_with("signals"))
 each_stage = pytest.mark.parametrize(
-    "stage", [only_in_sweep(s, unless=s in DEFAULT) for s in with_feature("amp")]
+    "stage", [only_in_release(s, unless=s in DEFAULT) for s in with_feature("amp")]
 )
 
 
@@ -273,7 +271,7 @@ DISTRIBUTED = [s for s in with_feature("distributed") if s != first_with("spawn"
 )
 @pytest.mark.parametrize(
     "stage",
-    [only_in_sweep(s, unless=s in (DISTRIBUTED[0], *DEFAULT)) for s in DISTRIBUTED],
+    [only_in_release(s, unless=s in (DISTRIBUTED[0], *DEFAULT)) for s in DISTRIBUTED],
 )
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
     stage, two, device, tmp_path, fault

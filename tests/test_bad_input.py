@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import not_writable
 from tests.training import assert_one_error_line
 from tests.training import run_stage
@@ -114,7 +114,7 @@ def is_default(stage, what):
 @pytest.mark.parametrize(
     "stage, what",
     [
-        only_in_sweep(stage, what, unless=is_default(stage, what))
+        only_in_release(stage, what, unless=is_default(stage, what))
         for stage in stages()
         for what in wrong(stage)
     ],
@@ -144,7 +144,7 @@ def test_a_directory_that_is_not_writable(tmp_path):
 @pytest.mark.parametrize(
     "stage",
     [
-        only_in_sweep(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
+        only_in_release(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
         for stage in stages()
     ],
 )
@@ -178,7 +178,9 @@ VARIABLES = [
 @pytest.mark.parametrize(
     "stage, variables, named",
     [
-        only_in_sweep(stage, *case, unless=stage == BY_TORCHRUN or case == VARIABLES[0])
+        only_in_release(
+            stage, *case, unless=stage == BY_TORCHRUN or case == VARIABLES[0]
+        )
         for stage in with_feature("torchrun")
         for case in VARIABLES
     ],
@@ -199,7 +201,7 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
 )
 @pytest.mark.parametrize(
     "stage",
-    [only_in_sweep(s, unless=s == BY_TORCHRUN) for s in with_feature("torchrun")],
+    [only_in_release(s, unless=s == BY_TORCHRUN) for s in with_feature("torchrun")],
 )
 def test_a_port_in_use(stage, tmp_path, fault):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -227,7 +229,9 @@ def test_a_batch_that_the_processes_cannot_divide(stage, tmp_path):
         assert "Traceback" not in one.stderr
 
 
-@pytest.mark.parametrize("stage, code", [(BY_TORCHRUN, 1), (BY_SPAWN, 2)])
+@pytest.mark.parametrize(
+    "stage, code", [(BY_TORCHRUN, 1), only_in_release(BY_SPAWN, 2)]
+)
 def test_an_error_that_only_the_ranks_can_see(stage, code, files, tmp_path):
     """torchrun ends with a code of its own, and its report stands below our line."""
     flags = ["--data", "cifar10", "--data-dir", files, "--device", "cpu"]

@@ -73,7 +73,7 @@ def test_the_tables_can_be_shown_again(measured, monkeypatch, capsys):
         assert min(picture.size) > 200
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_each_epoch_is_compared_with_the_limit_around_it(args, two):
     kinds = ["bare", "in_step", "ddp"]
     row, counted = compare.train(args, first_with("ddp"), two, 48, kinds)
@@ -172,7 +172,7 @@ def test_spawned_processes_are_measured_too(args, several):
     assert len(row["of_limit"]) == args.epochs - 1
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_language_models_are_compared_at_one_work(several, device, tmp_path):
     """FSDP2 with one block: gathered for forward and backward, or for both."""
     path, stage = tmp_path / "results.json", first_with("shards")
@@ -258,7 +258,7 @@ def test_the_rates_of_the_input_path_are_printed():
     assert len(rows) == 4 and all(re.search(r" [1-9][\d,]*$", row) for row in rows)
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_what_a_step_waits_for_is_printed(several):
     launcher = f"torchrun --standalone --nproc-per-node={several}"
     flags = "--images 120 --epochs 3 --device cpu"

@@ -36,7 +36,7 @@ from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 
-pytestmark = pytest.mark.slow  # its file comes early: it often waits
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 CHECK = ROOT / "your_own_script" / "check_cluster.py"
 FAST = ("--device", "cpu", "--sizes", "4K")
 LONG = ("--timeout", str(harness.LIMIT), "--slow-factor", "1e9")  # what has to succeed
@@ -236,7 +236,7 @@ def test_a_rank_that_was_not_started(tmp_path):
     assert done[2].returncode == 1 and not done[2].stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_rank_0_was_not_started(tmp_path):
     done = run_ranks(tmp_path, 2, SHORT, ranks=(1,))[1]
     assert done.returncode == 1 and not done.stdout
@@ -295,7 +295,7 @@ def keep_the_gil(name):
     setattr(torch, name, lambda *_, **__: ctypes.PyDLL(None).pause())
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_call_that_keeps_the_gil(tmp_path):
     prepare = {1: functools.partial(keep_the_gil, "mm")}
     done = run_ranks(tmp_path, 2, SHORT, prepare=prepare)
@@ -468,7 +468,7 @@ def test_a_port_in_use(tmp_path):
     assert f"next: ss -ltnp | grep :{port}" in done.stdout
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_master_addr_is_another_machine(machines, tmp_path):
     variables = {0: {"MASTER_ADDR": f"{BRIDGE}.2"}}
     done = run_nodes(machines, tmp_path, SHORT, variables=variables)
@@ -586,7 +586,7 @@ def test_limits_of_one_node_are_notes(machines, tmp_path):
     ]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_two_processes_with_the_same_rank(tmp_path):
     variables = {2: {"RANK": 1, "LOCAL_RANK": 1}}
     done = run_ranks(tmp_path, 3, SHORT, variables=variables)
@@ -619,7 +619,7 @@ def test_a_folder_that_is_not_shared(machines, tmp_path):
     assert not [*folder.iterdir()]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_data_that_is_incomplete_on_one_node(machines, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

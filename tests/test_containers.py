@@ -24,7 +24,7 @@ from tests.training import missing_for_two_machines
 from tools import harness
 from tools.stages import ROOT
 
-pytestmark = pytest.mark.slow  # its file comes early: it often waits
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 FOLDER = ROOT / "docs/containers"
 PAGE = (ROOT / "docs/containers.md").read_text()
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
@@ -364,7 +364,8 @@ def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
     assert not checkpoint.exists()
 
 
-@pytest.mark.parametrize("evicted", [only_in_release(1), 2])
+@pytest.mark.release
+@pytest.mark.parametrize("evicted", [1, 2])
 def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, command, tmp_path):
     """The other pod starts its ranks again, unless the evicted one had the store."""
     script = tmp_path / "wait.py"

@@ -19,7 +19,7 @@ from torchvision import datasets
 from common import data
 from common import loader
 from common import text
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import use_mirror
 from tests.training import run_stage
 from tools.stages import first_with
@@ -311,7 +311,7 @@ class Counter(http.server.SimpleHTTPRequestHandler):
 @pytest.mark.parametrize(
     "stage",
     [
-        only_in_sweep(stage, unless=stage == first_with("torchrun"))
+        only_in_release(stage, unless=stage == first_with("torchrun"))
         for stage in with_feature("images", "torchrun")
     ],
 )

@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 
 from nbtools.sections import sections
 from tests.conftest import only_in_release
-from tests.conftest import only_in_sweep
 from tests.training import load_stage_for_vectors
 from tests.training import replace_data
 from tests.training import run_stage
@@ -127,7 +126,7 @@ def evaluate_in_rank(stage, rank, processes, folder):
 @pytest.mark.parametrize(
     "stage, processes",
     [
-        only_in_sweep(stage, n, unless=(stage, n) in DEFAULT)
+        only_in_release(stage, n, unless=(stage, n) in DEFAULT)
         for stage in EVALUATING
         for n in range(1, 6)
     ],
@@ -172,7 +171,7 @@ def test_later_stages_evaluate_by_the_same_lines():
 @pytest.mark.parametrize(
     "stage, images",
     [
-        only_in_sweep(stage, images, unless=(stage, images) == (FIRST, "15"))
+        only_in_release(stage, images, unless=(stage, images) == (FIRST, "15"))
         for stage in with_feature("exact_eval", "images")
         for images in ("15", "8")
     ],

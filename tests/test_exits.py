@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import injected
 from tests.training import run_stage
 from tests.training import small_workload
@@ -33,7 +33,7 @@ def evaluate(*arguments):
 @pytest.mark.parametrize(
     "stage, part",
     [
-        only_in_sweep(stage, part, unless=stage in SHOWN)
+        only_in_release(stage, part, unless=stage in SHOWN)
         for stage in stages()
         for part in (("train", "val") if stage in SHOWN else ("val",))
     ],

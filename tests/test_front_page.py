@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import losses
 from tools import harness
 from tools.stages import ROOT
@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     text for kind, text in BLOCK.findall(RUNNING) if kind == "bash"
 ]
 # As many as common machines have GPUs.
-PROCESSES = [only_in_sweep(n, unless=n in (2, 8)) for n in (1, 2, 4, 8)]
+PROCESSES = [only_in_release(n, unless=n in (2, 4)) for n in (1, 2, 4, 8)]
 
 
 def code(path):
@@ -64,6 +64,7 @@ def test_a_stage_starts_on_so_many_processes(processes, tmp_path):
     assert f"{processes} processes on gloo\n" in done.stdout
 
 
+@pytest.mark.release
 def test_two_launchers_find_each_other(tmp_path):
     """The command for two machines, started twice on this one."""
     endpoint = f"127.0.0.1:{harness.free_port()}"

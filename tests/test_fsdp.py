@@ -14,7 +14,7 @@ from common import meters
 from common.gpt import GPT
 from common.text import TextWindows
 from tests import fsdp_ranks
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
 from tests.resume_harness import Run
 from tests.training import WINDOW
@@ -31,7 +31,7 @@ from tools.weights import max_abs_diff
 SHARDED = with_feature("shards")
 STAGE = first_with("shards")
 # The later stages shard the model by the same lines.
-EACH = [only_in_sweep(stage, unless=stage == STAGE) for stage in SHARDED]
+EACH = [only_in_release(stage, unless=stage == STAGE) for stage in SHARDED]
 PLAIN = reference(STAGE)
 SMALL = ("--width", "20", "--heads", "2")
 
@@ -69,7 +69,7 @@ def shard_sizes(weights, processes):
 
 @pytest.mark.parametrize(
     "stage, processes",
-    [only_in_sweep(s, n, unless=s == STAGE) for s in SHARDED for n in (1, 2, 3)],
+    [only_in_release(s, n, unless=s == STAGE) for s in SHARDED for n in (1, 2, 3)],
 )
 def test_a_process_holds_its_shards_of_weights_gradients_and_states(
     stage, processes, steps
@@ -171,7 +171,7 @@ def test_weights_are_kept_unsharded_only_within_a_step(stage, steps):
 
 @pytest.mark.parametrize("stage", EACH)
 @pytest.mark.parametrize(
-    "amp, dtype", [("bf16", torch.bfloat16), only_in_sweep("fp16", torch.float16)]
+    "amp, dtype", [("bf16", torch.bfloat16), only_in_release("fp16", torch.float16)]
 )
 def test_mixed_precision_gathers_16_bits_and_averages_in_32(stage, amp, dtype, steps):
     seen = steps(2, stage, "--amp", amp)
@@ -209,7 +209,7 @@ def test_a_text_gives_an_empty_batch():
 @pytest.mark.parametrize("stage", EACH)
 @pytest.mark.parametrize(
     "samples, batch_size, processes",
-    [(300, 8, 2), (15, 2, 2), only_in_sweep(300, 32, 4)],
+    [(300, 8, 2), (15, 2, 2), only_in_release(300, 32, 4)],
 )
 def test_ranks_without_a_batch_evaluate_with_the_others(
     stage, samples, batch_size, processes, device, tmp_path
@@ -265,7 +265,7 @@ def test_a_checkpoint_is_whole_and_knows_the_weights_by_their_names(saved):
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(3)])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 def test_only_rank_0_has_the_whole_state_and_reads_it(processes, tmp_path):
     """The others give it their shards, and get them from it."""
     arguments = (STAGE, tmp_path)

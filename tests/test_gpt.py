@@ -374,6 +374,7 @@ def bigram_bits(train, val):
     return -np.log2(chances[val[:-1], val[1:]]).mean()
 
 
+@pytest.mark.release
 def test_it_learns_more_than_pairs_of_bytes(trained, several):
     """By its command and with its defaults. The later stages train the same weights."""
     content = np.fromfile(TEXT, np.uint8).astype(int)

@@ -9,6 +9,8 @@ import pytest
 from tools import gpu_usage
 from tools import harness
 
+pytestmark = pytest.mark.ci
+
 # In the format of --format=csv,noheader,nounits. GPU 1 has MIG switched on, and so no
 # utilization; GPU 2 does not report its power.
 LINES = """\

@@ -41,13 +41,12 @@ from transformers import Starcoder2Config
 
 from tests import spy
 from tests.conftest import only_in_release
-from tests.conftest import only_in_sweep
 from tests.training import TRANSFORMERS
 from tests.training import losses
 from tools import harness
 from tools.stages import ROOT
 
-pytestmark = pytest.mark.slow  # its file comes early: it takes long
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 
 harness.preloaded += TRANSFORMERS
 
@@ -55,7 +54,6 @@ FOLDER = ROOT / "your_own_script/hugging_face"
 BEFORE, FSDP, LORA = (FOLDER / f"{name}.py" for name in ("before", "fsdp", "lora"))
 PAGE = (FOLDER / "README.md").read_text()
 KINDS = ("llama", "llama-tied", "gpt2")
-SWEPT = [("gpt2", 1), ("llama", 3)]
 DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
 SAMPLES = 480  # of an epoch, whose last batch is dropped
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
@@ -63,7 +61,7 @@ PROMPT = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]])
 
 
 each_script = pytest.mark.parametrize(
-    "script", [BEFORE, FSDP, only_in_sweep(LORA)], ids=lambda path: path.name
+    "script", [BEFORE, FSDP, only_in_release(LORA)], ids=lambda path: path.name
 )
 
 
@@ -139,9 +137,7 @@ def before(pretrained, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind, processes",
     [
-        (only_in_sweep if (kind, n) in SWEPT else only_in_release)(
-            kind, n, unless=n == 2
-        )
+        only_in_release(kind, n, unless=n == 2 and kind != "llama-tied")
         for kind in KINDS
         for n in (1, 2, 3)
     ],
@@ -208,7 +204,7 @@ def test_other_families_are_trained_without_a_change(kind, tmp_path):
     assert last < 0.8 * first
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", only_in_release("llama-tied"), "gpt2"])
 def test_the_saved_folder_is_a_model_for_transformers(kind, pretrained, tmp_path):
     """from_pretrained loads it, all of it, and it generates what the script printed."""
     read = shutil.copytree(pretrained(kind), tmp_path / "read")
@@ -263,6 +259,7 @@ def test_before_resumes(pretrained, tmp_path):
     assert loss < losses(first.stdout)[0]
 
 
+@pytest.mark.release
 def test_activation_checkpointing_changes_nothing(pretrained, before, tmp_path):
     flag = "--activation-checkpointing"
     _, weights = train(FSDP, pretrained("llama"), 2, tmp_path, flag)
@@ -378,7 +375,7 @@ def test_prompts_are_attended_to_without_being_learned():
     assert labels.tolist() == [[6, 7, 8, -100], [6, -100, -100, -100]]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_rank_0_reads_files_of_other_names(tmp_path):
     """By the lines of the page, for a GPT-NeoX: fsdp.py itself does not find its head.
 
@@ -557,7 +554,7 @@ def test_a_batch_larger_than_the_data(script, pretrained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [FSDP, only_in_sweep(LORA)], ids=lambda path: path.name
+    "script", [FSDP, only_in_release(LORA)], ids=lambda path: path.name
 )
 def test_a_rank_without_a_sample_to_evaluate(script, pretrained, tmp_path):
     """Otherwise it has an IndexError, and the other ranks wait for it."""
@@ -621,7 +618,7 @@ COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGE, re.MULTILINE)
 COMMANDS = [command for command in COMMANDS if "FOLDER" not in command]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_commands_of_the_page_run_in_turn(tmp_path):
     """As they are typed, by the launcher; the loss falls in each that trains."""
     assert len(COMMANDS) >= 4
@@ -658,7 +655,7 @@ def save_tokenizer(folder):
     ).save_pretrained(folder)
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_data_of_the_page(pretrained, tmp_path):
     """fsdp.py trains on texts with the lines of step 3, and generates a text."""
     folder = shutil.copytree(pretrained("llama"), tmp_path / "llama")

@@ -25,7 +25,7 @@ from transformers import GPT2Config
 from transformers import LlamaConfig
 
 from tests import fsdp_ranks
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import load_program
 from tools import harness
@@ -44,6 +44,8 @@ from tools.memory import count_shape
 from tools.memory import numel
 from tools.memory import totals
 from tools.stages import ROOT
+
+pytestmark = pytest.mark.ci
 
 harness.preloaded += [*TRANSFORMERS, "tests.test_memory"]
 
@@ -338,14 +340,10 @@ def shards(tensors, processes, rank):
 
 
 def cases(chosen):
-    """Return parameters: each case in 2 processes, and in 3, most of them swept."""
+    """Return parameters: each case in 2 processes, and before a release in 3."""
     return pytest.mark.parametrize(
         "case, processes",
-        [
-            only_in_sweep(case, n, unless=n == 2 or case.kind == "llama")
-            for case in chosen
-            for n in (2, 3)
-        ],
+        [only_in_release(case, n, unless=n == 2) for case in chosen for n in (2, 3)],
     )
 
 
@@ -367,7 +365,7 @@ def test_the_states_of_a_rank_are_its_shards(case, processes, measured):
         assert [line.bytes for line in found[:3]] == [own, own, 2 * own]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 def test_accumulation_without_sync_holds_whole_gradients(processes, measured):
     case = Case("llama", 1024, 128, (("grad_accum", True),))
     name = "gradients, whole, float32"

@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 
 from common.gpt import GPT
 from tests import fsdp_ranks
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.test_memory import Alive
 from tests.test_memory import assert_one_line
 from tests.test_memory import bytes_of
@@ -54,6 +54,8 @@ harness.preloaded += ["tests.test_memory_splits"]
 sys.path.insert(0, str(DEMOS.parent))
 
 import pipeline
+
+pytestmark = pytest.mark.ci
 
 WIDTH, INNER, DEPTH, HEADS, KEY_HEADS = 64, 132, 4, 4, 2
 PLAN = {
@@ -317,7 +319,7 @@ def is_rank_0_of_groups(rank):
     return rank % 2 == 0
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
+@pytest.mark.parametrize("processes", [2, only_in_release(4)])
 @pytest.mark.parametrize("case", IN_GROUPS)
 def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     """And all ranks together have each layer once, and the norms in each group."""
@@ -337,7 +339,7 @@ def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     )
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
+@pytest.mark.parametrize("processes", [2, only_in_release(4)])
 @pytest.mark.parametrize("case", AT_LOSS)
 def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss."""
@@ -351,7 +353,7 @@ def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
             assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
+@pytest.mark.parametrize("processes", [2, only_in_release(4)])
 @pytest.mark.parametrize("case", AT_EMBEDDING)
 def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss; there are few tokens."""
@@ -361,7 +363,7 @@ def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measu
         assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
+@pytest.mark.parametrize("processes", [2, only_in_release(4)])
 @pytest.mark.parametrize("case", AT_HEAD)
 def test_a_tp_group_while_the_heads_gradient_is_reduced(case, processes, measured):
     """To the byte, with the two scalars of the loss.
@@ -380,7 +382,7 @@ def test_a_tp_group_while_the_heads_gradient_is_reduced(case, processes, measure
         assert sheet.most + 8 - freed <= seen["peak"] <= sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, only_in_sweep(4)])
+@pytest.mark.parametrize("processes", [2, only_in_release(4)])
 def test_the_stage_leaves_the_same_parts_on_each_rank(processes, tmp_path):
     """Of the GPT of common/: all its sizes can be divided."""
     stage = first_with("tensor_parallel")
@@ -405,7 +407,7 @@ def test_the_stage_leaves_the_same_parts_on_each_rank(processes, tmp_path):
 
 
 # ---- a pipeline ----------------------------------------------------------------------
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_the_states_of_a_stage(case, processes, measured):
     """With the buffers that it receives into. All ranks have each weight once."""
@@ -419,7 +421,7 @@ def test_the_states_of_a_stage(case, processes, measured):
     assert sum(seen["params"] for seen in found) == size * parameters(case)[0]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_what_a_stage_keeps_of_the_micro_batches_in_flight(case, processes, measured):
     """To the byte, before a backward pass; on the last rank with the losses of four."""
@@ -435,7 +437,7 @@ def test_what_a_stage_keeps_of_the_micro_batches_in_flight(case, processes, meas
     assert seen["kept"] == bytes_of(sheet.lines, LOSS) - 2 * 4 * logits + 4 * 4 + 4
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, only_in_release(3)])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_the_fullest_moment_of_a_stage(case, processes, measured):
     """To the byte while the loss is differentiated, with the losses of four.
@@ -502,7 +504,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("flags", ROWS)
+@pytest.mark.parametrize("flags", [only_in_release(f, unless=not f) for f in ROWS])
 def test_each_total_of_another_choice(flags, tmp_path, monkeypatch, capsys):
     """It is that of a sheet with this choice."""
     Case(512, 2).config.save_pretrained(tmp_path)

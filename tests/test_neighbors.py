@@ -18,6 +18,8 @@ from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 
+pytestmark = pytest.mark.ci
+
 PAGE = ROOT / "docs/other_libraries.md"
 STAGE = first_with("ddp")
 ACCELERATE, FABRIC = "accelerate_train.py", "fabric_train.py"
@@ -171,7 +173,7 @@ CLAIMS = {
 }
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_default_is_as_the_page_says(claim, reference, tmp_path):
     program, replacements, seen = CLAIMS[claim]

@@ -10,7 +10,8 @@ from nbval.plugin import get_sanitize_patterns
 
 from nbtools import lesson
 from nbtools.sections import HEAD
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_ci
+from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
 from tests.training import missing_for_two_machines
@@ -184,7 +185,11 @@ def assert_it_runs(notebook, copy, compare=True, cells=None):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "notebook", [only_in_sweep(name, unless=name in MAIN) for name in reversed(ALL)]
+    "notebook",
+    [
+        only_in_ci(n, unless=n in MAIN[:1]) if n in MAIN else only_in_release(n)
+        for n in reversed(ALL)
+    ],
 )
 def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy):
     missing = notebook in USES_SLURM and missing_for_slurm()

@@ -23,6 +23,8 @@ from tests.training import replace_once
 from tools import harness
 from tools.stages import ROOT
 
+pytestmark = pytest.mark.ci
+
 harness.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
@@ -212,7 +214,7 @@ def before(pretrained, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind", ["llama", *map(only_in_release, ("llama-tied", "gpt2"))]
 )
-@pytest.mark.parametrize("program", [ACCELERATE, CONFIG])
+@pytest.mark.parametrize("program", [ACCELERATE, only_in_release(CONFIG)])
 def test_two_processes_train_the_weights_of_before(
     program, kind, pretrained, before, tmp_path
 ):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tools import harness
 from tools.stages import ROOT
 
@@ -25,13 +25,13 @@ def test_the_pages_show_commands():
 @pytest.mark.parametrize(
     "command, output",
     [
-        only_in_sweep(command, output, unless="join" in command)
+        only_in_release(command, output, unless="join" in command)
         for _, command, output in SHOWN
     ],
 )
 def test_a_command_prints_the_lines_that_its_page_shows(command, output):
     """In any order, since several ranks print; `...` stands for anything."""
-    done = harness.run(command, code=None)
+    done = harness.run(command, code=None, forks=True)
     printed = (done.stdout + done.stderr).splitlines()
     for line in filter(None, output.splitlines()):
         if line != "...":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common import text
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import replace_once
 from tools import harness
 from tools.stages import ROOT
@@ -24,6 +24,8 @@ sys.path.insert(0, str(DEMOS))
 
 import pipeline
 import pipeline_bubble
+
+pytestmark = pytest.mark.ci
 
 
 def run(program, processes, *flags, **options):
@@ -42,10 +44,10 @@ def differences(done):
 CASES = [
     ("gpipe", 2, 4),
     ("1f1b", 4, 6),
-    only_in_sweep("1f1b", 2, 4),
-    only_in_sweep("gpipe", 4, 6),
-    only_in_sweep("1f1b", 3, 3),
-    only_in_sweep("gpipe", 3, 2),
+    only_in_release("1f1b", 2, 4),
+    only_in_release("gpipe", 4, 6),
+    only_in_release("1f1b", 3, 3),
+    only_in_release("gpipe", 3, 2),
 ]
 with_each_case = pytest.mark.parametrize("schedule, processes, micro_batches", CASES)
 
@@ -167,7 +169,7 @@ def test_one_process_loads_what_two_have_saved(saved, alone):
 
 
 @pytest.mark.parametrize(
-    "schedule, processes", [("gpipe", 4), only_in_sweep("1f1b", 2)]
+    "schedule, processes", [("gpipe", 4), only_in_release("1f1b", 2)]
 )
 def test_a_resumed_training_is_that_of_one_process(schedule, processes, saved):
     flags = ["--schedule", schedule, "--load", saved, "--dtype", "float64"]
@@ -272,7 +274,7 @@ def test_orders_in_which_all_wait_are_refused():
 
 
 @pytest.mark.parametrize(
-    "processes, micro_batches", [(2, 4), only_in_sweep(4, 8), only_in_sweep(3, 3)]
+    "processes, micro_batches", [(2, 4), only_in_release(4, 8), only_in_release(3, 3)]
 )
 def test_the_slots_of_torchs_own_schedules(processes, micro_batches):
     flags = ["--micro-batches", micro_batches]
@@ -384,6 +386,7 @@ def losses(lines):
     return [(float(first), float(last)) for first, last in pairs]
 
 
+@pytest.mark.release
 def test_a_norm_of_its_own_gives_other_weights(silent):
     wrong, *own, right, one, other = numbers(silent["norm"])
     assert len(own) == 2 and min(own) > 1e-3

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import RANKS
 from tests.fault_injection import no_step
 from tests.fault_injection import signalled
@@ -90,7 +90,7 @@ SIGNALS = [
 )
 @pytest.mark.parametrize(
     "stage",
-    [STAGE, *(only_in_sweep(stage, unless=stage == LATER[-1]) for stage in LATER)],
+    [STAGE, *map(only_in_release, LATER)],
     indirect=True,
 )
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(
@@ -121,7 +121,7 @@ def test_ranks_that_get_the_signal_in_different_steps_stop_after_the_same(
     assert_resumes_and_finishes(run, reference)
 
 
-@pytest.mark.parametrize("stage", [STAGE, only_in_sweep(LATER[-1])], indirect=True)
+@pytest.mark.parametrize("stage", [STAGE, only_in_release(LATER[-1])], indirect=True)
 def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG001
     """A launcher would take the first end for a failure, and kill rank 0."""
     slow = partial(slow_to_write, 1.5)
@@ -151,7 +151,7 @@ LOADING = {
     [
         (STAGE, "just_before_signals_are_caught"),
         (LATER[-1], "loading"),
-        only_in_sweep(LATER[-1], "just_before_signals_are_caught"),
+        only_in_release(LATER[-1], "just_before_signals_are_caught"),
     ],
     indirect=["stage"],
 )
@@ -187,8 +187,8 @@ EVALUATING = {
     "stage, moment",
     [
         (STAGE, "one_rank"),
-        *(only_in_sweep(STAGE, moment) for moment in list(EVALUATING)[1:]),
-        only_in_sweep(LATER[-1], "one_rank"),
+        *(only_in_release(STAGE, moment) for moment in list(EVALUATING)[1:]),
+        only_in_release(LATER[-1], "one_rank"),
     ],
     indirect=["stage"],
 )
@@ -216,7 +216,7 @@ def test_a_signal_during_the_last_evaluation_changes_nothing(run, reference):
 # ---- the workers of the loaders ------------------------------------------------------
 @pytest.mark.parametrize(
     "start_method",  # Python 3.14 made forkserver the default
-    ["fork", only_in_sweep("forkserver")],
+    ["fork", only_in_release("forkserver")],
 )
 def test_a_rank_that_fails_ends_the_workers_of_its_loaders(
     start_method, device, tmp_path
@@ -285,7 +285,7 @@ register_optimizer_step_post_hook(lambda *_: next(count) == 6 and time.sleep(360
 """
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_torchrun_is_killed(trained, two, device, tmp_path):
     """The ranks end with it, and the same command resumes the run."""
     run = Run(STAGE, tmp_path, device, "--checkpoint-every", "2", processes=two)

@@ -22,6 +22,8 @@ from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 
+pytestmark = pytest.mark.ci
+
 harness.preloaded += TRANSFORMERS
 
 FOLDER = ROOT / first_with("sharded_checkpoints")

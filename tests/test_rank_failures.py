@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nbtools.sections import sections
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import ENDLESS
 from tests.training import injected
 from tests.training import start_stage
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_ends_the_run(stage, train, fault):
     " waits another 30 s for the rank that hangs",
     lost="the run; from stage 09 on the steps since the latest checkpoint",
 )
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("stage", [TORCHRUN, SPAWN])
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(stage, train, fault):
     job = train(stage, "--timeout", "5")
@@ -158,11 +158,11 @@ def send(stop, job):
 @pytest.mark.parametrize(
     "stage, stop",
     [
-        only_in_sweep(stage, stop, unless=(stage, stop) in ONE_OF_EACH)
+        only_in_release(stage, stop, unless=(stage, stop) in ONE_OF_EACH)
         for stage in (TORCHRUN, SPAWN)
         for stop in STOPS
     ]
-    + [only_in_sweep(first_with("signals"), signal.SIGINT)],
+    + [only_in_release(first_with("signals"), signal.SIGINT)],
 )
 def test_a_launcher_that_is_stopped_leaves_nothing(
     stage,
@@ -193,7 +193,7 @@ def imports_torch(process):
 @pytest.mark.parametrize(
     "stage, stop",
     [
-        only_in_sweep(stage, stop, unless=(stage, stop) == ONE_OF_EACH[0])
+        only_in_release(stage, stop, unless=(stage, stop) == ONE_OF_EACH[0])
         for stage in (TORCHRUN, SPAWN)
         for stop in STOPS
     ],

@@ -15,14 +15,18 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.conftest import only_in_release
 from tests.training import counts
 from tests.training import replace_once
 from tools import harness
 from tools.stages import ROOT
 
+pytestmark = pytest.mark.ci
+
 FOLDER = ROOT / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 DEBUGGER = "debug_one_rank.py"
+COMPILED = "torch_compile_fsdp.py"  # compiles C++, half a minute
 RING = "ring_attention.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
@@ -222,7 +226,9 @@ def test_each_recipe_can_be_broken():
     assert sorted(BREAKS) == RECIPES
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [only_in_release(r, unless=r != COMPILED) for r in RECIPES]
+)
 def test_a_recipe_prints_what_it_shows(recipe, tmp_path, device, two):
     *_, printed = docstring(recipe)
     assert printed
@@ -232,13 +238,14 @@ def test_a_recipe_prints_what_it_shows(recipe, tmp_path, device, two):
         assert len(re.findall(pattern, done.stderr)) == times, done.stderr
 
 
+@pytest.mark.release
 def test_the_command_does_it_by_its_launcher(tmp_path, device, two):
     """In the other tests, the processes are forks; only the debugger has torchrun."""
     done = run("ema.py", tmp_path, device, two, forks=False)
     assert_shows(done, docstring("ema.py")[-1])
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_plain_breakpoint_stops_all_ranks(tmp_path, device, two):
     """In forks, where nobody types: each pdb prompts and finds the end of its input."""
     script = tmp_path / DEBUGGER
@@ -250,7 +257,7 @@ def test_a_plain_breakpoint_stops_all_ranks(tmp_path, device, two):
     assert [rank.stdout.count(PROMPT) for rank in done.ranks] == [1] * two
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_two_calls_before_one_backward_failed_before_the_fix(tmp_path, device, two):
     """Torch now leaves the buffers' versions as they are while DDP copies them."""
     recipe = "two_networks.py"
@@ -268,19 +275,18 @@ def test_two_calls_before_one_backward_failed_before_the_fix(tmp_path, device, t
     assert "an inplace operation" in done.stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_a_missing_compiler_is_named_and_aot_eager_used(tmp_path, device, two):
     """Inductor would raise InvalidCxxCompiler: no program is found in an empty PATH."""
-    recipe = "torch_compile_fsdp.py"
-    done = run(recipe, tmp_path, device, two, PATH=tmp_path, CXX=None)
-    assert_shows(done, docstring(recipe)[-1])
+    done = run(COMPILED, tmp_path, device, two, PATH=tmp_path, CXX=None)
+    assert_shows(done, docstring(COMPILED)[-1])
     lines = done.stderr.splitlines()
     assert lines.count("no g++: aot_eager takes Inductor's place") == 1, done.stderr
     assert not any(line.startswith("inductor: ") for line in lines)
     assert any(line.startswith("aot_eager: ") for line in lines), done.stderr
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("processes, blocks", [(1, 1), (4, 3)])
 def test_ring_attention_holds_three_blocks_at_most(processes, blocks, tmp_path, device):
     """The proof holds on one process and on four, which never have all the keys."""
@@ -290,7 +296,7 @@ def test_ring_attention_holds_three_blocks_at_most(processes, blocks, tmp_path, 
     assert f"bytes, {blocks} of {processes} blocks\n" in done.stdout
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_context_parallel_of_torch_fails_on_a_cpu(tmp_path):
     """With the words that the recipe quotes; if torch has learned it, say so there."""
     script = tmp_path / "context_parallel.py"
@@ -309,7 +315,7 @@ def test_the_proof_holds_on_three_processes(recipe, tmp_path, device):
     run(recipe, tmp_path, device, processes=3)
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("recipe", "change"), ALL_BREAKS, ids=[recipe for recipe, _ in ALL_BREAKS]
 )

@@ -201,7 +201,7 @@ def add_stage(root, last, new):
     notebooks.write(book, root / new / f"{new}.ipynb")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_one_more_stage_needs_its_folder_and_stages_toml_only(tmp_path):
     """`make pages`, and then `make check` passes and the stage's tests are there."""

@@ -23,7 +23,6 @@ from common import checkpoint
 from common.loader import collate
 from common.loader import skip_first_batches
 from tests.conftest import only_in_release
-from tests.conftest import only_in_sweep
 from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
@@ -114,7 +113,7 @@ def test_a_checkpoint_has_all_that_the_next_step_needs(stage, tmp_path):
 # ---- killed and resumed, on the same number of processes -----------------------------
 @pytest.mark.parametrize(
     "stage",
-    [only_in_sweep(stage, unless=stage in (STAGE, LATER[-1])) for stage in STAGES],
+    [only_in_release(stage, unless=stage in (STAGE, LATER[-1])) for stage in STAGES],
 )
 def test_a_killed_run_ends_with_the_weights_of_another(
     stage, trained, several, device, tmp_path
@@ -166,10 +165,7 @@ def kill_at_some_moment(run, job, draw):
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        *map(only_in_sweep, (STAGE, SHARDS[-1])),
-        *map(only_in_release, SHARDS[:-1]),
-    ],
+    [only_in_release(stage) for stage in (STAGE, *SHARDS)],
 )
 def test_kills_at_random_moments_change_no_bit(
     stage, trained, several, device, tmp_path
@@ -231,7 +227,7 @@ def temporary_files(run):
 )
 @pytest.mark.parametrize(
     "moments",
-    [ONE_OF_EACH, only_in_sweep(WHILE_SAVING)],
+    [ONE_OF_EACH, only_in_release(WHILE_SAVING)],
     ids=["one_of_each", "while_saving"],
 )
 def test_kills_while_a_file_is_written(
@@ -258,7 +254,7 @@ DROPOUT += ("--batch-size", "12", "--arch", "squeezenet1_1", *EVERY_2)
 SEEDED = "torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))"
 
 
-@pytest.mark.parametrize("seeded", [True, only_in_sweep(False)])
+@pytest.mark.parametrize("seeded", [True, only_in_release(False)])
 def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
     line = SEEDED if seeded else SEEDED.partition("(")[2][:-1]  # without manual_seed
     root = changed(STAGE, tmp_path / "copy", (SEEDED, line))
@@ -344,7 +340,7 @@ FEW += [(IN_FOLDERS, 2, 3)]
 
 
 @pytest.mark.parametrize(
-    "stage, before, after", [only_in_sweep(*one, unless=one in FEW) for one in PAIRS]
+    "stage, before, after", [only_in_release(*one, unless=one in FEW) for one in PAIRS]
 )
 def test_a_run_resumes_on_any_number_of_processes(
     stage, before, after, trained, stopped_at_16, device, tmp_path
@@ -557,7 +553,7 @@ def test_a_checkpoint_of_another_model_is_refused(stopped):
     lost="the steps between the two, which are done again",
 )
 @pytest.mark.parametrize(
-    "stage", [STAGE, only_in_sweep(first_with("shards", "checkpoints"))]
+    "stage", [STAGE, only_in_release(first_with("shards", "checkpoints"))]
 )
 def test_corrupt_checkpoints_are_skipped(
     stage, trained, several, device, tmp_path, fault
@@ -606,8 +602,8 @@ def test_a_full_disk_ends_no_run(stopped, trained, fault):
     "stage, fault",
     [
         (STAGE, nan_logits),
-        only_in_sweep(STAGE, infinite_gradient),  # of this step the loss is finite
-        *(only_in_sweep(stage, infinite_gradient) for stage in SHARDS),
+        only_in_release(STAGE, infinite_gradient),  # of this step the loss is finite
+        *(only_in_release(stage, infinite_gradient) for stage in SHARDS),
     ],
 )
 def test_what_is_not_finite_is_not_saved(stage, fault, two, device, tmp_path):
@@ -627,7 +623,7 @@ def test_what_is_not_finite_is_not_saved(stage, fault, two, device, tmp_path):
     "before, after",
     [
         (SHARDS[0], IN_FOLDERS),
-        only_in_sweep(IN_FOLDERS, SHARDS[0]),
+        only_in_release(IN_FOLDERS, SHARDS[0]),
         (first_with("text"), SHARDS[0]),
     ],
 )

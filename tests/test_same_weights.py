@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbtools.lesson import max_abs_diff
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import weights_kept
 from tests.fault_injection import without_ddp
 from tests.fault_injection import without_set_epoch
@@ -33,12 +33,12 @@ DISTRIBUTED = with_feature("distributed")
 # Every stage runs on two processes, and these on one more number.
 MORE = [("ddp", 1), ("exact_eval", 3), ("signals", 4), ("text", 3), ("shards", 3)]
 MORE = [(first_with(feature), processes) for feature, processes in MORE]
-# The sweep: on up to three processes, the first stage of each kind, and the last ones
-# for images and for text, which do all that the others do, on up to four.
-SWEPT = ("ddp", "exact_eval", "text", "shards")
-SWEPT = {first_with(each): (1, 2, 3) for each in SWEPT}
+# Before a release: on up to three processes, the first stage of each kind, and the last
+# ones for images and for text, which do all that the others do, on up to four.
+NUMBERS = ("ddp", "exact_eval", "text", "shards")
+NUMBERS = {first_with(each): (1, 2, 3) for each in NUMBERS}
 for kind in ("images", "text"):
-    SWEPT[with_feature("signals", kind)[-1]] = (1, 2, 3, 4)
+    NUMBERS[with_feature("signals", kind)[-1]] = (1, 2, 3, 4)
 # These add, for the first time, what could change a bit.
 ADDING = ["amp", "accumulation", "signals", "shards", "sharded_checkpoints"]
 ADDING = [first_with(feature) for feature in ADDING]
@@ -74,9 +74,9 @@ def test_dataparallel_equals_one_gpu(trained, baseline):
 @pytest.mark.parametrize(
     "stage, processes",
     [
-        only_in_sweep(stage, n, unless=n == 2 or (stage, n) in MORE)
+        only_in_release(stage, n, unless=n == 2 or (stage, n) in MORE)
         for stage in DISTRIBUTED
-        for n in SWEPT.get(stage, [2])
+        for n in NUMBERS.get(stage, [2])
     ],
 )
 def test_any_number_of_processes_equals_one_gpu(stage, processes, trained, device):
@@ -98,7 +98,7 @@ def first_of_its_kind(stage):
 @pytest.mark.parametrize(
     "stage, processes",
     [
-        only_in_sweep(stage, n, unless=n == 2 and stage in ADDING)
+        only_in_release(stage, n, unless=n == 2 and stage in ADDING)
         for stage in DISTRIBUTED
         if stage != first_of_its_kind(stage)
         for n in ((1, 2) if "shards" in features(stage) else (2,))
@@ -129,6 +129,7 @@ def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
         assert last[0]["acc1"] == last[1]["acc1"]
 
 
+@pytest.mark.ci
 def test_two_launchers_as_on_two_machines(baseline, two, device, tmp_path):
     """Two torchruns that meet at one address, as README shows for two machines."""
     if device == "cuda":
@@ -145,23 +146,22 @@ def test_two_launchers_as_on_two_machines(baseline, two, device, tmp_path):
     assert max_abs_diff(tmp_path / "out/last.pt", baseline.weights) <= 1e-10
 
 
-LAUNCHED_BY_DEFAULT = {first_with("torchrun"), first_with("spawn")}
-LAUNCHED_BY_DEFAULT |= {first_with("images"), first_with("sharded_checkpoints")}
+LAUNCHED = {first_with("images"), first_with("torchrun"), first_with("spawn")}
 
 
 @pytest.mark.parametrize(
-    "stage", [only_in_sweep(s, unless=s in LAUNCHED_BY_DEFAULT) for s in stages()]
+    "stage", [only_in_release(s, unless=s in LAUNCHED) for s in stages()]
 )
 def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
     stage, trained, several
 ):
     """A stage and common/, copied into an empty folder, and run from a third folder.
 
-    The sweep does without launchers. That a language model learns is shown in
-    test_gpt.py, on more than this text.
+    The others, before a release, do without launchers. That a language model learns is
+    shown in test_gpt.py, on more than this text.
     """
     flags = ("--epochs", "3", *work_of(stage).flags)
-    how = train if stage in LAUNCHED_BY_DEFAULT else train_copy_in_forks
+    how = train if stage in LAUNCHED else train_copy_in_forks
     processes = several if "distributed" in features(stage) else 1
     done = trained(stage, processes, *flags, how=how)
     losses = [row["train"]["loss"] for row in done.rows]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled_at_file
 from tests.resume_harness import EVERY_4
@@ -159,7 +159,7 @@ MORE_KILLS = [
 
 
 @pytest.mark.parametrize(
-    "kills", [KILLS, only_in_sweep(MORE_KILLS)], ids=["few", "many"]
+    "kills", [KILLS, only_in_release(MORE_KILLS)], ids=["few", "many"]
 )
 def test_kills_while_a_checkpoint_is_written(kills, trained, two, device, tmp_path):
     """What has a checkpoint's name is complete, and no bit of the result differs."""

@@ -21,6 +21,8 @@ from tools.simulate import Call
 from tools.simulate import Shape
 from tools.stages import ROOT
 
+pytestmark = pytest.mark.ci
+
 PAGE = (ROOT / "docs/what_can_be_split.md").read_text()
 PLOT = ROOT / "docs/as_the_world_grows.png"
 SMALL = Shape(width=128, depth=2, context=16, vocabulary=64)
@@ -262,12 +264,12 @@ def test_the_numbers_in_the_text_are_those_of_the_table():
         assert re.search(rf"(?<![\d,.]){re.escape(number)}", table), number
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_command_prints_what_the_page_shows():
     assert harness.run(COMMAND).stdout.splitlines() == shown()
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 def test_the_padded_bytes_are_those_on_the_page():
     done = harness.run(f"{COMMAND} --ranks 1024 --width 512")
     (row,) = [line for line in done.stdout.splitlines() if "  FSDP" in line]

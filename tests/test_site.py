@@ -1,15 +1,19 @@
-"""The site that `make site` has built: complete, without dead links, not too wide."""
+"""The site that `make site` builds: complete, without dead links, not too wide."""
 
 import importlib.util
 import os
 import re
 import shutil
+import sys
 from urllib.parse import unquote
 
 import pytest
 
+from tools import harness
 from tools.stages import ROOT
 from tools.stages import known_files
+
+pytestmark = [pytest.mark.ci, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SITE = ROOT / "docs/_build/html"
 PAGES = ["README.html", "03_ddp_launch/03_ddp_launch.html"]
@@ -22,15 +26,22 @@ def need(there, what):
         (pytest.fail if os.environ.get("REQUIRE_SITE") else pytest.skip)(what)
 
 
-@pytest.fixture(scope="module")
-def site():
-    """Return the folder of the built site. Sphinx itself has checked links to files."""
-    front_page = SITE / "README.html"
-    need(front_page.is_file(), "no site is built here: make site")
+def is_built():
+    """Return whether the site is there, and no older than a page."""
+    if not (front_page := SITE / "README.html").is_file():
+        return False
     built = front_page.stat().st_mtime
     newer = [n for n in known_files() if (ROOT / n).stat().st_mtime > built]
-    newer = [n for n in newer if n.endswith((".md", ".ipynb")) or "docs/" in n]
-    need(not newer, f"the site is older than {newer[:1]}: make site")
+    return not [n for n in newer if n.endswith((".md", ".ipynb")) or "docs/" in n]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """Return the folder of the site. Sphinx itself checks the links to files."""
+    need(importlib.util.find_spec("myst_nb"), "no MyST-NB; make site installs it")
+    if not is_built():
+        harness.run(["make", "site", f"PY={sys.executable}"], seconds=1500)
+    assert is_built()
     return SITE
 
 

@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from tests.conftest import only_in_release
-from tests.conftest import only_in_sweep
 from tests.slurm_cluster import EVERY
 from tests.slurm_cluster import Cluster
 from tests.slurm_cluster import SlurmJob
@@ -26,6 +25,8 @@ from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import reference
 from tools.weights import max_abs_diff
+
+pytestmark = pytest.mark.ci
 
 SLURM = first_with("slurm")
 SIGNALS = first_with("signals")
@@ -145,7 +146,7 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "cluster", ["linuxproc", only_in_sweep("cgroup")], indirect=True
+    "cluster", ["linuxproc", only_in_release("cgroup")], indirect=True
 )
 @pytest.mark.fault(
     since="signals",
@@ -203,7 +204,7 @@ def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
     assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @one_way
 @pytest.mark.fault(
     since="signals",
@@ -268,7 +269,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     assert job.steps() == [100, 120]
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @one_way
 @pytest.mark.fault(
     since="signals",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import weights
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import signalled_at_file
 from tests.fault_injection import weights_kept
@@ -69,8 +69,8 @@ MORE = {
 @pytest.mark.parametrize(
     "mesh, more",
     [
-        *(only_in_sweep(each, (), unless=each in MESHES[:2]) for each in MESHES),
-        *(only_in_sweep((2, 2), flags, unless=False) for flags in MORE.values()),
+        *(only_in_release(each, (), unless=each in MESHES[:2]) for each in MESHES),
+        *(only_in_release((2, 2), flags, unless=False) for flags in MORE.values()),
     ],
     ids=str,
 )
@@ -121,7 +121,9 @@ def test_without_the_flag_nothing_is_different(trained, several):
     assert max_abs_diff(before.weights, done.weights) == 0
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "amp", [only_in_release("off"), "bf16", only_in_release("fp16")]
+)
 def test_less_precision(amp, trained, check_gpus):
     """It differs from stage 13's result by no more than the precision does."""
     flag, processes = rows(2, 2)
@@ -176,6 +178,7 @@ class OnMesh(Run):
         return super().start(*flags, *self.mesh, **options)
 
 
+@pytest.mark.ci
 def test_a_run_is_resumed_on_other_meshes(trained, device, check_gpus, tmp_path):
     """And by the stage before it, which wrote the first checkpoint, too."""
     check_gpus(4)
@@ -192,6 +195,7 @@ def test_a_run_is_resumed_on_other_meshes(trained, device, check_gpus, tmp_path)
     assert_same(run.out_dir, expected, atol=1e-10)
 
 
+@pytest.mark.release
 def test_a_run_killed_in_a_step_resumes(trained, device, check_gpus, tmp_path):
     check_gpus(4)
     run = OnMesh(STAGE, tmp_path, device, "--dtype", "float64", *EVERY_4)
@@ -212,6 +216,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.release
 def test_a_run_killed_while_it_saves_or_loads_resumes(
     trained, device, check_gpus, tmp_path
 ):

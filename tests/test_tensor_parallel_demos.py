@@ -22,6 +22,8 @@ from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 
+pytestmark = pytest.mark.ci
+
 FOLDER = ROOT / first_with("tensor_parallel")
 NOTEBOOK = FOLDER / "tensor_parallel_mistakes.ipynb"
 CELLS = nbformat.read(NOTEBOOK, as_version=4).cells

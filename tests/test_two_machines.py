@@ -13,6 +13,8 @@ from tests.training import missing_for_two_machines
 from tools import harness
 from tools.stages import ROOT
 
+pytestmark = pytest.mark.ci
+
 SCRIPT = ROOT / "tools/two_machines.sh"
 NOTEBOOK = ROOT / "03_ddp_launch/two_machines.ipynb"
 PAIR = f"test-{os.getpid()}-"

@@ -12,17 +12,22 @@ import coverage
 import pytest
 
 from tests import fault_injection
+from tests.conftest import only_in_release
 from tests.training import call_all
 from tests.training import small_workload
 from tests.training import start_stage
 from tools.stages import ROOT
 from tools.stages import features
+from tools.stages import first_with
 from tools.stages import stages
+from tools.stages import with_feature
 
-pytestmark = pytest.mark.slow  # its file comes early: it takes long
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 
 # Without a GPU, the lines below these conditions are left out.
 ONLY_ON_GPUS = [r'if device\.type == "cuda":']
+# Of these, the launch or a long list of ways takes a minute.
+TAKE_LONG = {first_with("spawn"), *with_feature("shards")[:-1]}
 STEPS = 5  # in an epoch
 FULL_DISK = 200_000  # bytes of a file: less than a checkpoint takes, more than coverage
 # {feature: flags of a run that trains}; {} is the test's folder
@@ -118,7 +123,9 @@ exclude_lines =
     return str(file)
 
 
-@pytest.mark.parametrize("stage", stages())
+@pytest.mark.parametrize(
+    "stage", [only_in_release(s, unless=s not in TAKE_LONG) for s in stages()]
+)
 def test_every_line_is_used(stage, several, device, tmp_path):
     settings = write_settings(tmp_path, device)
     having = features(stage)

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import changed
 from tests.training import run_stage
 from tests.training import sharded
@@ -26,12 +26,13 @@ from tools.stages import first_with
 from tools.stages import stages
 
 FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
-# The stages whose step is new in what could wait; the sweep has the others.
+# The stages whose step is new in what could wait; the others before a release.
 QUICK = ["images", "ddp", "amp", "signals", "sharded_checkpoints"]
 QUICK = [first_with(feature) for feature in QUICK]
+BY_DEFAULT = ("off", "fp16")
 # A forked process is told to count. One that a script spawns is not: test_benchmark.py.
 CASES = [
-    only_in_sweep(stage, amp, unless=stage in QUICK)
+    only_in_release(stage, amp, unless=stage in QUICK and amp in BY_DEFAULT)
     for stage in stages()
     for amp in (("off", "bf16", "fp16") if "amp" in features(stage) else ("off",))
     if "spawn" not in features(stage)

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from tests import spy
-from tests.conftest import only_in_sweep
+from tests.conftest import only_in_release
 from tests.training import load_program
 from tests.training import losses
 from tools import harness
 from tools.stages import ROOT
 from tools.weights import max_abs_diff
+
+pytestmark = pytest.mark.ci
 
 FOLDER = ROOT / "your_own_script"
 PAGES = "".join(
@@ -90,7 +92,7 @@ def on_two(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "command",
-    [only_in_sweep(each, unless=each in COMMANDS[:2]) for each in COMMANDS],
+    [only_in_release(each, unless=each in COMMANDS[:2]) for each in COMMANDS],
 )
 def test_a_command_of_the_page_trains(command, tmp_path):
     """As it is typed, by the launcher; in the other tests, the processes are forks."""
@@ -194,7 +196,7 @@ def check(folder, monkeypatch, capsys):
     return code, capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("launched", [False, only_in_sweep(True)])
+@pytest.mark.parametrize("launched", [False, only_in_release(True)])
 def test_check_yours_finds_that_the_weights_are_equal(
     launched, tmp_path, monkeypatch, capsys
 ):
@@ -249,7 +251,7 @@ def by_ddp(tmp_path_factory):
     return train(2, tmp_path_factory.mktemp("by_ddp"), DDP)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[only_in_release(1), 2])
 def by_fsdp(tmp_path_factory, request):
     return train(request.param, tmp_path_factory.mktemp("by_fsdp"), FSDP)
 
@@ -279,7 +281,7 @@ def test_with_fsdp_rank_0_alone_writes_and_every_sample_counts_once(by_ddp, by_f
     assert '--batch-size", type=int, default=96' in FSDP.read_text()
 
 
-@pytest.mark.sweep
+@pytest.mark.release
 @pytest.mark.parametrize("script", [DDP, FSDP], ids=lambda path: path.name)
 def test_a_local_batch_in_fewer_micro_batches(script, tmp_path):
     """A rank's 33 samples in 8 micro-batches are 7, and the last of them is the last.

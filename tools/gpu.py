@@ -213,7 +213,7 @@ def run_tests(part, args, report):
     files = [f"tests/test_{name}.py" for name in TESTS[part]]
     # Nothing of a file that needs Jupyter is imported; what has no GPU to run on skips.
     options = ["-q", "-n", str(min(8, os.cpu_count())), "--dist", "worksteal"]
-    options += ["-p", "no:cacheprovider", "--device", args.device]
+    options += ["-p", "no:cacheprovider", "--device", args.device, "--all"]
     if args.dry_run:
         files, options = ["tests/test_common.py"], [*options, "-k", "meter"]
     words = ["python", "-m", "pytest", *options, f"--junitxml={junit}", *files]
