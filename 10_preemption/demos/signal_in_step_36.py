@@ -27,8 +27,8 @@ def after_step(*_):
     members = [this, *this.children()] if name == "TERM" else [this.parent()]
     # a program of its own sends it: workers ask whether their rank was the sender
     psutil.Popen(["kill", f"-{name}", *(str(member.pid) for member in members)]).wait()
-    # for what the signal does to others: a worker or a launcher that it ends
-    time.sleep(1 if name == "TERM" else 600)
+    # for what the signal does to others: a launcher or a worker that it ends
+    time.sleep(float(os.environ.get("WAIT", 1 if name == "TERM" else 600)))
 
 
 register_optimizer_step_post_hook(after_step)
