@@ -42,7 +42,7 @@ def generator_loss(discriminator, fake):
 def two_calls(discriminator, real, fake):
     """With DDP(discriminator, broadcast_buffers=False).
 
-    In torch 2.15, which still takes that name, it is `forward_sync_buffers=False`.
+    In newer versions, which still take that name, it is `forward_sync_buffers=False`.
     """
     return softplus(-discriminator(real)).mean() + softplus(discriminator(fake)).mean()
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests import spy
 from tests.conftest import only_in_release
 from tests.training import load_program
 from tests.training import losses
+from tests.training import replace_once
 from tools import harness
 from tools.stages import ROOT
 from tools.weights import max_abs_diff
@@ -211,10 +213,11 @@ def test_check_yours_finds_that_the_weights_are_equal(
         r"1 process +trained|[23] processes +largest difference \d\.\de-1\d, in .*"
     )
     assert all(re.fullmatch(pattern, line) for line in lines[:3])
-    assert lines[3:] == ["equal except for rounding"]
+    assert lines[3] == "equal except for rounding"
+    assert re.fullmatch("the last line of each run: epoch 5: loss .*%", lines[4])
     shown = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in lines]
     page = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in PAGES.splitlines()]
-    assert shown == page[page.index(f"$ {CHECK}") + 1 :][:4]
+    assert shown == page[page.index(f"$ {CHECK}") + 1 :][:5]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,46 @@ def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
     code, lines = check(tmp_path, monkeypatch, capsys)
     assert code == 1
     assert any(re.fullmatch(seen, line) for line in lines), lines
-    assert lines[-1] == "not shown to be equal"
+    assert "not shown to be equal" in lines
+
+
+def test_check_yours_shows_metrics_that_differ(tmp_path, monkeypatch, capsys):
+    """The weights are equal, but rank 0 prints the metrics of its shard."""
+    line = "    dist.all_reduce(sums)\n"
+    replace_once(AFTER, (line, ""), target=tmp_path / "after.py")
+    code, lines = check(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    at = lines.index("the last lines of the runs:")
+    assert lines[at - 1] == "equal except for rounding"
+    assert len(set(lines[at + 1 :])) == len(lines[at + 1 :]) == 3
+
+
+def test_check_yours_puts_back_weights_that_were_there(tmp_path, monkeypatch, capsys):
+    shutil.copy(AFTER, tmp_path)
+    weights, aside = tmp_path / "model.pt", tmp_path / "model.pt.aside"
+    weights.write_text("mine")
+    assert check(tmp_path, monkeypatch, capsys)[0] == 0
+    assert weights.read_text() == "mine"
+    weights.rename(aside)  # as if a check had been killed
+    assert check(tmp_path, monkeypatch, capsys) == (2, [])
+    assert aside.read_text() == "mine" and not weights.exists()
+
+
+def test_check_yours_turns_dropout_off():
+    """In a fork: it changes torch.nn.functional."""
+    harness.call_in_forks(compute_without_dropout, [()])
+
+
+def compute_without_dropout():
+    program = load_program(FOLDER / "check_yours.py")
+    program.runpy = types.SimpleNamespace(run_path=lambda *_, **__: None)
+    program.run_exactly("after.py", [])
+    x = torch.ones(2, 8, 16)
+    for module in (nn.Dropout(0.9), nn.Dropout1d(0.9), nn.AlphaDropout(0.9)):
+        assert torch.equal(module(x), x)
+    attention = nn.MultiheadAttention(16, 2, dropout=0.9)
+    first, second = (attention(x, x, x, need_weights=False)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_check_yours_without_a_script(tmp_path):

@@ -4,11 +4,13 @@
 
 Starts SCRIPT with torchrun, with the flags that follow it, on 1, 2 and 3 processes. It
 runs on the CPU, in float64, without dropout. Each run has to write its weights, with
-torch.save, to the same file: model.pt, or what --weights=FILE before SCRIPT names. The
-exit code is 0 if they are equal except for rounding, otherwise 1.
+torch.save, to the same file: model.pt, or what --weights=FILE before SCRIPT names. A
+file of that name is moved aside and put back. The exit code is 0 if the weights are
+equal except for rounding, otherwise 1.
 """
 
 import argparse
+import contextlib
 import os
 import runpy
 import subprocess
@@ -16,21 +18,35 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 ROUNDING = 1e-9  # in float64; see the page for what was measured
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
 
 
 def run_exactly(script, flags):
     """Run a script in this process, in float64 and without dropout."""
     torch.set_default_dtype(torch.float64)
-    torch.nn.functional.dropout = lambda x, *_, **__: x
+    for name in DROPOUTS:
+        setattr(functional, name, lambda x, *_, **__: x)
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(q, k, v, attn_mask=None, dropout_p=0.0, *others, **options):
+        dropout_p = 0.0
+        return attention(q, k, v, attn_mask, dropout_p, *others, **options)
+
+    functional.scaled_dot_product_attention = without_dropout
     sys.path[0] = str(Path(script).resolve().parent)  # as if it had been started itself
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
 
 
 def train(processes, script, flags, weights):
-    """Return the weights of a run, {name: tensor}, or None and say why it failed."""
+    """Return the weights of a run, {name: tensor}, and the last line that it printed.
+
+    Return None if it failed, and say why.
+    """
     weights.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", __file__, "--exactly", script, *flags]
@@ -43,7 +59,9 @@ def train(processes, script, flags, weights):
     if not weights.exists():
         print(f"failed: it wrote no {weights}")
         return None
-    return flatten(torch.load(weights, map_location="cpu", weights_only=True))
+    state = torch.load(weights, map_location="cpu", weights_only=True)
+    *_, last = ["", *filter(str.strip, done.stdout.splitlines())]
+    return flatten(state), last
 
 
 def flatten(state, prefix=""):
@@ -69,6 +87,24 @@ def compare(one, other):
     return differences[name] <= ROUNDING  # False if it is not a number
 
 
+@contextlib.contextmanager
+def put_aside(file):
+    """Move a file aside, and put it back at the end."""
+    aside = file.with_name(f"{file.name}.aside")
+    if aside.exists():
+        print(
+            f"{aside}: a check was killed. Move it back, or remove it", file=sys.stderr
+        )
+        sys.exit(2)
+    if file.exists():
+        file.rename(aside)
+    try:
+        yield
+    finally:
+        if aside.exists():
+            aside.replace(file)
+
+
 def shapes(weights):
     return {name: weight.shape for name, weight in weights.items()}
 
@@ -85,18 +121,25 @@ def main():
     if args.exactly:
         run_exactly(args.script, args.flags)
         return
-    runs, equal = [], True
-    for processes in (1, 2, 3):
-        print(f"{processes} process{'es' * (processes > 1):4}", end="", flush=True)
-        weights = train(processes, args.script, args.flags, args.weights)
-        if weights is None:
-            equal = False
-        elif runs:
-            equal = compare(runs[0], weights) and equal
-        else:
-            print("trained")
-        runs += [weights] if weights else []
+    runs, lines, equal = [], [], True
+    with put_aside(args.weights):
+        for processes in (1, 2, 3):
+            print(f"{processes} process{'es' * (processes > 1):4}", end="", flush=True)
+            done = train(processes, args.script, args.flags, args.weights)
+            if done is None:
+                equal = False
+                continue
+            if runs:
+                equal = compare(runs[0], done[0]) and equal
+            else:
+                print("trained")
+            runs.append(done[0])
+            lines.append(done[1])
     print("equal except for rounding" if equal else "not shown to be equal")
+    if len(set(lines)) == 1:
+        print(f"the last line of each run: {lines[0]}")
+    elif lines:
+        print("the last lines of the runs:", *lines, sep="\n")
     sys.exit(not equal)
 
 
