@@ -614,8 +614,8 @@ def test_a_folder_that_is_not_shared(machines, tmp_path):
     done = run_nodes(
         machines, tmp_path / "out", [*SHORT, "--folder", folder], more=more
     )
-    what = f"--folder {folder}: rank-0 was saved, but is not seen on rank 1 (node2)"
-    assert what in problems(done[0])
+    what = "the file rank-0 was saved, but is not seen on rank 1 (node2)"
+    assert f"--folder {folder}: {what}" in problems(done[0])
     assert not [*folder.iterdir()]
 
 
@@ -799,3 +799,17 @@ def test_the_job_file_of_a_training_on_two_nodes(cluster, tmp_path):
     assert seen["ok"]
     assert [*seen["nodes"].values()] == [[0], [1]]
     assert [fact["slurm"] for fact in seen["facts"].values()] == [[], []]
+
+
+def test_the_advice_depends_on_the_number_of_nodes(monkeypatch):
+    program = load_program(CHECK)
+    run = SimpleNamespace(backend="nccl", shared=SimpleNamespace())
+    run.shared.nodes = {"node1": [0, 1]}
+    causes, command = program.advice_for(run, "process group")
+    assert "NCCL_P2P_DISABLE=1" in command and "firewall" not in " ".join(causes)
+    run.shared.nodes["node2"] = [2, 3]
+    assert "firewall" in " ".join(program.advice_for(run, "process group")[0])
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert program.on_each_node("hostname") == "on each node: hostname"
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert program.on_each_node("hostname") == "srun bash -c 'hostname'"

@@ -220,11 +220,30 @@ def parse_args():
     parser = Parser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     add, several = parser.add_argument, {"action": "append", "default": []}
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--folder", **several, help="an existing one for checkpoints, which all share")
-    add("--data", **several, help="a folder that all ranks have to read")
-    add("--timeout", type=positive, default=30, help="seconds of each step")
-    add("--sizes", type=sizes, default=sizes("4K,1M,32M"), help="bytes: 4K,1M,32M")
-    add("--slow-factor", type=positive, default=2, help="so many times as long is slow")
+    add(
+        "--folder",
+        **several,
+        help="an existing folder for checkpoints, on a disk that all ranks share",
+    )
+    add("--data", **several, help="a folder that all ranks have to see")
+    add(
+        "--timeout",
+        type=positive,
+        default=30,
+        help="time limit of each step, in seconds",
+    )
+    add(
+        "--sizes",
+        type=sizes,
+        default=sizes("4K,1M,32M"),
+        help="sizes to measure, in bytes: 4K,1M,32M",
+    )
+    add(
+        "--slow-factor",
+        type=positive,
+        default=2,
+        help="what takes this many times the median is slow",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
     variables = launch_variables()
@@ -388,6 +407,20 @@ def collect(run, keys):
     return answers
 
 
+def advice_for(run, name):
+    """Return the likely causes of a failure in a step, and the next command."""
+    if name in NEED_GROUP and run.backend == "nccl" and len(run.shared.nodes) == 1:
+        return ON_ONE_NODE
+    return ADVICE.get(name, MACHINE)
+
+
+def on_each_node(command):
+    """Return what to type so that a command runs on all nodes."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"srun bash -c '{command}'"
+    return f"on each node: {command}"
+
+
 def explain(run, name, answers):
     """Report the ranks that did not finish a step; return those that did."""
     finished, reported = (
@@ -415,7 +448,7 @@ def explain(run, name, answers):
         texts[rank] = answers[rank].get("error", late)
     for ranks, text in group_alike(texts):
         what = f"{name}: {run.names(ranks)}: {text}"
-        run.report.add_problem(what, *ADVICE.get(name, MACHINE))
+        run.report.add_problem(what, *advice_for(run, name))
     return finished
 
 
@@ -550,7 +583,7 @@ def arrive(run):
         raise Fault(
             f"another process has RANK={run.rank}, too",
             ["the launcher sets the same variables for several processes"],
-            "srun env | grep -E '^(RANK|SLURM_PROCID)='",
+            on_each_node('hostname; env | grep -E "^(RANK|SLURM_PROCID)="'),
         )
     run.store.set(key, json.dumps(run.host))
     if run.rank:
@@ -586,7 +619,8 @@ def report_missing(run):
         ],
         "squeue --me; scontrol show hostnames; srun hostname"
         if "SLURM_JOB_ID" in os.environ
-        else f"on the machine of {numbered(missing[:1])}: nc -vz {place}",
+        else f"on the machine of {numbered(missing[:1])}: nc -vz {place}"
+        "   (`refused` is expected: rank 0 has ended)",
     )
 
 
@@ -887,7 +921,7 @@ def compare_versions(run, facts):
             run.report.add_problem(
                 f"different versions of {name}: {by_value(run, ranks)}",
                 ["a node has another environment, image or driver"],
-                "srun bash -c 'hostname; which python'"
+                on_each_node("hostname; which python")
                 if name != "driver"
                 else "nvidia-smi --query-gpu=driver_version --format=csv,noheader",
             )
@@ -968,7 +1002,7 @@ def report_host_names(run, facts):
             run.report.add_problem(
                 f"{numbered(ranks)}: all are local rank {local_rank} of {host}",
                 ["two machines have the same host name", "LOCAL_RANK is set wrongly"],
-                "srun bash -c 'hostname; hostname -I'",
+                on_each_node("hostname; hostname -I"),
             )
 
 
@@ -1149,7 +1183,7 @@ def check_file(run, place, rank):
     path, end = place / f"rank-{rank}", time.monotonic() + run.args.timeout / 2
     while not path.exists():
         if time.monotonic() > end:
-            raise OSError(0, f"{path.name} was saved, but is not seen")
+            raise OSError(0, f"the file {path.name} was saved, but is not seen")
         with contextlib.suppress(OSError):
             [*place.parent.iterdir()]  # has NFS look again
         time.sleep(0.1)
@@ -1500,6 +1534,10 @@ NETWORK = (
     ["a firewall: all TCP ports must be open between the nodes", "a wrong interface"],
     "the same command with NCCL_DEBUG=INFO (or TORCH_CPP_LOG_LEVEL=INFO for gloo)",
 )
+ON_ONE_NODE = (
+    ["the GPUs cannot reach each other directly", "/dev/shm is too small"],
+    "the same command with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 as a test",
+)
 DISK = (
     ["the file server does not answer", "the disk is full"],
     "timeout 5 df; dmesg | tail",
@@ -1578,7 +1616,7 @@ def finish(run, left):
     if left:
         why = "the check ended before"
         if left[0] in NEED_GROUP and not run.shared.group:
-            why = "a problem below keeps the ranks from working together"
+            why = "skipped because of a problem below"
         run.report.unchecked.append(f"{', '.join(left)}: {why}")
     print(as_json(run) if run.args.json else as_text(run), flush=True)
     run.shared.exit_code = int(bool(run.report.problems))
