@@ -22,8 +22,9 @@ from pathlib import Path
 
 from tools.stages import fail
 
-FIELDS = ("timestamp", "index", "utilization.gpu", "power.draw", "memory.used")
-LABELS = ("utilization (%)", "power (W)", "memory (GiB)")
+FIELDS = ("timestamp", "index")
+FIELDS += ("utilization.gpu", "clocks.sm", "power.draw", "memory.used")
+LABELS = ("utilization (%)", "clock (MHz)", "power (W)", "memory (GiB)")
 MIB_PER_GIB = 1024
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -59,8 +60,9 @@ def read(path):
     """Return the lines of a recorded file.
 
     Each is a list: the GPU's index, seconds since the first line, utilization (%),
-    power (W) and memory (GiB); nan stands for what the GPU does not report. A last line
-    that was cut off is left out. Fails if there is no valid line, or an invalid one.
+    clock (MHz), power (W) and memory (GiB); nan stands for what the GPU does not
+    report. A last line that was cut off is left out. Fails if there is no valid line,
+    or an invalid one.
     """
     try:
         text = path.read_text()
@@ -74,8 +76,8 @@ def read(path):
         try:
             when, gpu, *values = line.split(", ")
             when = datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f")
-            usage, power, memory = map(number_or_nan, values)
-            rows.append([int(gpu), when, usage, power, memory / MIB_PER_GIB])
+            usage, clock, power, memory = map(number_or_nan, values)
+            rows.append([int(gpu), when, usage, clock, power, memory / MIB_PER_GIB])
         except ValueError:
             fail(f"{path}, line {number}: not a line of `record`: {line[:60]!r}")
     if not rows:
@@ -90,13 +92,13 @@ def number_or_nan(text):
 
 
 def draw(rows):
-    """Return a figure of what `read` returns: three plots, with a line per GPU."""
+    """Return a figure of what `read` returns: four plots, with a line per GPU."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file, on a machine without a screen
     import matplotlib.pyplot as plt
 
-    figure, plots = plt.subplots(3, sharex=True, figsize=(10, 7), layout="constrained")
+    figure, plots = plt.subplots(4, sharex=True, figsize=(10, 9), layout="constrained")
     for gpu in sorted({row[0] for row in rows}):
         _, seconds, *columns = zip(*(row for row in rows if row[0] == gpu), strict=True)
         for plot, values in zip(plots, columns, strict=True):
