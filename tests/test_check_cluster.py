@@ -276,13 +276,27 @@ def test_a_rank_that_gives_no_sign_of_life(tmp_path):
     assert f"next: on {host}: ps aux" in found
 
 
-def killed_in(name):
-    """Have this process be killed in a function of torch."""
-    setattr(torch, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+def killed_after(name, begun):
+    """Have this process be killed in a function of torch, once a file is there."""
+
+    def die(*_, **__):
+        harness.wait_until(begun.exists, harness.LIMIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(torch, name, die)
+
+
+def note_call(name, begun):
+    call_after(torch, name, lambda *_: begun.touch())
 
 
 def test_rank_0_dies(tmp_path):
-    prepare = {0: functools.partial(killed_in, "mm")}
+    """In a step that rank 1 has begun, too."""
+    begun = tmp_path / "begun"
+    prepare = {
+        0: functools.partial(killed_after, "mm", begun),
+        1: functools.partial(note_call, "mm", begun),
+    }
     done = run_ranks(tmp_path, 2, prepare=prepare)
     assert done[0].returncode == -signal.SIGKILL
     assert done[1].returncode == 1 and not done[1].stdout
