@@ -163,10 +163,8 @@ def kill_at_some_moment(run, job, draw):
     return f"{len(victims)} killed {delay:.3f} s after step {run.step + step}"
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [only_in_release(stage) for stage in (STAGE, *SHARDS)],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("stage", [STAGE, *SHARDS])
 def test_kills_at_random_moments_change_no_bit(
     stage, trained, several, device, tmp_path
 ):
