@@ -137,7 +137,7 @@ def before(pretrained, tmp_path_factory):
 @pytest.mark.parametrize(
     "kind, processes",
     [
-        only_in_release(kind, n, unless=n == 2 and kind != "llama-tied")
+        only_in_release(kind, n, unless=n == 2 and kind == "llama")
         for kind in KINDS
         for n in (1, 2, 3)
     ],
@@ -186,9 +186,8 @@ FAMILIES = ("falcon", "granite", "mistral", "opt")
 FAMILIES += ("phi", "qwen2", "stablelm", "starcoder2")
 
 
-@pytest.mark.parametrize(
-    "kind", [only_in_release(kind, unless=kind == "qwen2") for kind in FAMILIES]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_other_families_are_trained_without_a_change(kind, tmp_path):
     """To 1e-4 only: most norms compute in float32, whose rounding AdamW enlarges."""
     torch.manual_seed(0)
@@ -204,7 +203,7 @@ def test_other_families_are_trained_without_a_change(kind, tmp_path):
     assert last < 0.8 * first
 
 
-@pytest.mark.parametrize("kind", ["llama", only_in_release("llama-tied"), "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", *map(only_in_release, KINDS[1:])])
 def test_the_saved_folder_is_a_model_for_transformers(kind, pretrained, tmp_path):
     """from_pretrained loads it, all of it, and it generates what the script printed."""
     read = shutil.copytree(pretrained(kind), tmp_path / "read")
@@ -248,6 +247,7 @@ def test_a_run_is_resumed_on_another_number_of_processes(pretrained, before, tmp
     assert max_abs_diff(weights, expected) <= 1e-10
 
 
+@pytest.mark.release
 def test_before_resumes(pretrained, tmp_path):
     flags = [pretrained("llama"), "--dtype=float64", "--checkpoint-dir=checkpoints"]
     prepare = spy.exact_norm
@@ -267,6 +267,7 @@ def test_activation_checkpointing_changes_nothing(pretrained, before, tmp_path):
     assert max_abs_diff(weights, expected) <= 1e-10
 
 
+@pytest.mark.release
 def test_bf16_keeps_weights_in_float32(pretrained, before, tmp_path):
     flags = (pretrained("llama"), "--bf16", *DOUBLE[1:])
     screen = run(launch(2, FSDP, *flags), tmp_path).stdout
@@ -275,6 +276,7 @@ def test_bf16_keeps_weights_in_float32(pretrained, before, tmp_path):
     assert {weight.dtype for weight in saved(tmp_path).values()} == {torch.float32}
 
 
+@pytest.mark.release
 def test_files_of_a_base_model(pretrained, before, tmp_path):
     """The names of the GPT-2 that one downloads are without "transformer."."""
     base = tmp_path / "base"
@@ -300,6 +302,7 @@ def note_rows(folder):
     register_module_forward_pre_hook(note)
 
 
+@pytest.mark.release
 @each_script
 def test_evaluation_takes_a_micro_batch_at_a_time(script, pretrained, tmp_path):
     """Otherwise it needs more memory than training, and fails after an epoch of it."""
@@ -324,7 +327,9 @@ def fail_in_evaluation():
     register_module_forward_pre_hook(fail)
 
 
-@pytest.mark.parametrize("script", [BEFORE, FSDP], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [only_in_release(BEFORE), FSDP], ids=lambda path: path.name
+)
 def test_an_evaluation_that_fails_loses_no_epoch(script, pretrained, tmp_path):
     words = launch(2, script) if script != BEFORE else ["python", script]
     words += [pretrained("llama"), "--checkpoint-dir=checkpoints", "--epochs=1"]
@@ -437,7 +442,9 @@ def adapted(pretrained, tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes", [2, only_in_release(3)])
-@pytest.mark.parametrize("flags", [(), ("--peft",)], ids=["own", "peft"])
+@pytest.mark.parametrize(
+    "flags", [only_in_release(()), ("--peft",)], ids=["own", "peft"]
+)
 def test_adapters_are_equal_on_any_number_of_processes(processes, flags, adapted):
     _, expected_screen, expected = adapted(1, *flags)
     _, screen, weights = adapted(processes, *flags)

@@ -89,6 +89,7 @@ def test_two_processes_train_the_weights_of_stage_03(
     assert len(losses(screen)) == 4
 
 
+@pytest.mark.release
 def test_accelerate_launch_starts_one_process_on_a_cpu(reference, tmp_path):
     """Although it is told to start two. One process trains the same weights."""
     flags = ["--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
@@ -97,6 +98,7 @@ def test_accelerate_launch_starts_one_process_on_a_cpu(reference, tmp_path):
     assert done.stdout.endswith(SAME.format(1))
 
 
+@pytest.mark.release
 def test_under_torchrun_fabric_lets_each_process_train_alone(reference, tmp_path):
     """Each prints, and each says that it is the only one."""
     done = run_changed(FABRIC, [], reference, tmp_path)

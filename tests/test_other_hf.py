@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests import spy
-from tests.conftest import only_in_release
 from tests.neighbors_harness import FOLDER
 from tests.neighbors_harness import docstring
 from tests.training import TRANSFORMERS
@@ -211,10 +210,9 @@ def before(pretrained, tmp_path_factory):
 
 
 # ---- the weights ---------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "kind", ["llama", *map(only_in_release, ("llama-tied", "gpt2"))]
-)
-@pytest.mark.parametrize("program", [ACCELERATE, only_in_release(CONFIG)])
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("program", [ACCELERATE, CONFIG])
 def test_two_processes_train_the_weights_of_before(
     program, kind, pretrained, before, tmp_path
 ):
@@ -242,12 +240,13 @@ def test_two_processes_train_the_weights_of_before(
     assert not any(info.values())
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "kind, change",
     [
         ("llama", "no decay of norms and biases"),
-        only_in_release("llama-tied", "no decay of norms and biases"),
-        only_in_release("gpt2", "a token more per sequence, too"),
+        ("llama-tied", "no decay of norms and biases"),
+        ("gpt2", "a token more per sequence, too"),
     ],
 )
 def test_the_trainer_trains_the_weights_of_a_changed_before(

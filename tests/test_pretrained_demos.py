@@ -92,6 +92,7 @@ def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
     assert said(name, solutions(name)[1 + n], check, tmp_path) == "Solved."
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "n, answer, reason",
     [
@@ -115,6 +116,7 @@ def test_the_share_that_the_demo_prints_is_accepted(tmp_path):
     assert said("pretrained_model", "share = 0.145", check, tmp_path) == "Solved."
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "whole, part, reason",
     [

@@ -222,7 +222,7 @@ def test_a_group_that_is_no_dimension_of_the_mesh_is_not_counted_silently():
     ],
 )
 def test_bad_input_is_reported_in_one_line(flags, says):
-    done = harness.run(f"{COMMAND} {flags}", code=2)
+    done = harness.run(f"{COMMAND} {flags}", code=2, forks=True)
     (line,) = done.stderr.splitlines()
     assert line.startswith("simulate.py: error: ") and says in line
     assert done.stdout == ""

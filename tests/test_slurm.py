@@ -311,6 +311,7 @@ def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
     fault.assert_seen(job.log() + without_signal.log())
 
 
+@pytest.mark.release
 def test_the_job_file_for_gpus_resumes_on_nodes_without(cluster, trained, tmp_path):
     """Stopped by the signal before its time is over, which the test sends by hand."""
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")

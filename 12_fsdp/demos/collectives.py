@@ -93,7 +93,8 @@ def count(kind, micro_batches, amp):
     """Return the calls of the three collectives, and what a rank sends, in P."""
     model, weights = make(kind, amp)
     kept = kind in KEPT
-    step(model, 1, amp)  # DDP rebuilds its buckets after this one
+    if kind == "DDP":
+        step(model, 1, amp)  # after which it rebuilds its buckets
     if kept:
         step(model, micro_batches, amp, kept)  # what is kept from the step before
     with Collectives() as collectives:
