@@ -55,7 +55,7 @@ class Probe:
         return ArgumentParser("").parse_args(words)
 
     def stepper(
-        self, arch, size, batch_size, bf16=False, fused=False, channels_last=True
+        self, arch, size, batch_size, bf16=False, fused=None, channels_last=True
     ):
         """Return a model and a function that takes optimizer steps on one batch."""
         args = self.flags(
@@ -70,6 +70,7 @@ class Probe:
         train_set = limit.load_train_set(args)
         inputs, targets = train_set.__getitems__(list(range(batch_size)))
         inputs = data.normalize(inputs.to(self.device), args.data, args.dtype)
+        inputs = inputs.contiguous(memory_format=args.memory_format)
         torch.manual_seed(0)
         model = limit.make_network(args, train_set)
         targets = targets.to(self.device)

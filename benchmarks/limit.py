@@ -40,11 +40,12 @@ def make_network(args, train_set):
     return model.to(args.device, args.dtype, memory_format=args.memory_format)
 
 
-def make_step(args, model, inputs, targets, fused=False):
+def make_step(args, model, inputs, targets, fused=None):
     """Return a function that takes one optimizer step on a batch on the device.
 
     With --grad-accum-steps it runs as many forward and backward passes as the stage. It
-    returns the last one's loss, which stays on the device.
+    returns the last one's loss, which stays on the device. fused: of the optimizer;
+    with None torch chooses, as in a stage.
     """
     optimizer = torch.optim.SGD(
         model.parameters(),

@@ -93,6 +93,7 @@ def make_model(name, channels, num_classes, image_size, pretrained=False):
         shape = (2, channels, image_size, image_size)
         with torch.no_grad():
             model.eval()(torch.zeros(shape))
+        model.train()  # a new module is in training mode
     except (AssertionError, RuntimeError) as error:
         raise ValueError(f"cannot take images of {shape[1:]} ({error})") from error
     if name in ("googlenet", "inception_v3"):

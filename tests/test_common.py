@@ -306,6 +306,7 @@ def test_the_default_model_has_nothing_that_a_split_batch_changes():
 @pytest.mark.parametrize("num_classes", [10, 7])
 def test_torchvision_models_by_name(arch, num_classes):
     model = make_model(arch, 3, num_classes, image_size=64)
+    assert all(module.training for module in model.modules())
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, num_classes)
 
 
