@@ -346,8 +346,13 @@ def measure(args):
             *((args.processes, n) for n in args.batch_sizes if n != args.batch_size),
         ]
     ]
-    # With other libraries, what the first stage of several processes trains.
-    compared = [(stage, args.processes, args.batch_size) for stage in several[:1]]
+    # With other libraries, what the first stage of several processes trains. They
+    # train without mixed precision.
+    compared = [
+        (stage, args.processes, args.batch_size)
+        for stage in several[:1]
+        if args.amp == "off" or "amp" not in features(stage)
+    ]
     libraries = [k for k, v in LIBRARIES.items() if importlib.util.find_spec(v[0])]
     measured, counted = {"stages": [], "scaling": [], "libraries": []}, {}
     # One after the other in every round, since a machine's speed can drift.

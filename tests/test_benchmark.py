@@ -21,8 +21,8 @@ from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import with_feature
 
-STORED = ROOT / "benchmarks/two_cores.json"
-STORED_TEXT = ROOT / "benchmarks/two_cores_text.json"
+HERE = ROOT / "benchmarks"
+STORED, STORED_TEXT = HERE / "two_cores.json", HERE / "two_cores_text.json"
 FIRST = first_with("images")
 
 
@@ -101,6 +101,7 @@ def test_the_limit_does_what_the_stage_does(monkeypatch):
     limit.make_steps(args, train_set, 48, ["bare"])["bare"]()
     (optimizer,) = steps
     (group,) = optimizer.param_groups
+    assert group["foreach"] is group["fused"] is None  # so torch chooses
     model = limit.make_network(args, train_set)
     for ours, theirs in zip(model.parameters(), group["params"], strict=True):
         ours.data.copy_(theirs.data)
@@ -209,7 +210,7 @@ def test_the_readme_shows_what_is_stored():
     result = json.loads(STORED.read_text())
     assert [row["stage"] for row in result["stages"]] == with_feature("images")
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
-    page = (ROOT / "benchmarks/README.md").read_text()
+    page = (HERE / "README.md").read_text()
     assert f"```\n{report.show(result)}\n```" in page
     with Image.open(STORED.with_suffix(".png")) as picture:
         assert picture.text["Description"] == report.medians(result)
@@ -220,8 +221,23 @@ def test_the_readme_shows_what_is_stored_of_language_models():
     measured = {row["stage"].split()[0] for row in result["stages"]}
     assert measured == set(with_feature("text"))
     assert int(result["work"]["rounds"]) * (int(result["work"]["epochs"]) - 1) >= 5
-    page = (ROOT / "benchmarks/README.md").read_text()
+    page = (HERE / "README.md").read_text()
     assert f"```\n{compare_text.show(result)}\n```" in page
+
+
+def test_the_readme_shows_what_is_stored_of_one_gpu():
+    """The first tables of two commands, and three sections of a third."""
+    images = json.loads((HERE / "one_h100.json").read_text())
+    text = json.loads((HERE / "one_h100_text.json").read_text())
+    shown = [report.show(images).split("\n\nof limit")[0]]
+    shown.append(compare_text.show(text).split("\n\nWhat a process")[0])
+    sections = (HERE / "one_h100_probe.txt").read_text().strip().split("\n\n")
+    assert len(sections) == 3
+    page = (HERE / "README.md").read_text()
+    for table in (*shown, *sections):
+        assert f"```\n{table}\n```" in page
+    for row in images["stages"]:
+        assert images["counted"][row["stage"]]["waits_per_step"] == 0
 
 
 @pytest.mark.parametrize(
