@@ -72,14 +72,17 @@ def batches_ahead():
         print(f"num_workers=2, prefetch_factor={factor}: {ahead} batches are waiting")
 
 
+def draws(workers):
+    """Return what an epoch's samples draw from torch's generator, after seed 0."""
+    torch.manual_seed(0)
+    *_, drawn = columns(DataLoader(Samples(), batch_size=8, num_workers=workers))
+    return drawn
+
+
 def random_numbers():
-    drawn = []
-    for workers in (1, 2):
-        torch.manual_seed(0)
-        *_, draws = columns(DataLoader(Samples(), batch_size=8, num_workers=workers))
-        drawn.append(draws)
-    same = drawn[0].equal(drawn[1])
-    print(f"the same seed with 1 and with 2 workers gives the same draws: {same}")
+    for first, second in ((2, 2), (1, 2)):
+        same = draws(first).equal(draws(second))
+        print(f"{first} and {second} workers, the same seed: the same draws: {same}")
 
 
 SHOW = {
