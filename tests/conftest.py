@@ -57,10 +57,15 @@ def pytest_configure(config):
         raise pytest.UsageError("--device cuda: no GPU is visible here")
 
 
+def starts_slurm(notebook):
+    """Return whether a notebook starts a Slurm cluster."""
+    return "cluster.start(" in (ROOT / notebook).read_text()
+
+
 def uses_slurm(item):
     """Return whether a test starts a Slurm cluster, and so often waits."""
     if notebook := RUNS_NOTEBOOK.search(item.nodeid):
-        return "cluster.start(" in (ROOT / notebook[2]).read_text()
+        return starts_slurm(notebook[2])
     return item.path.name == "test_slurm.py"
 
 
@@ -102,8 +107,7 @@ class Scheduling(LoadFileScheduling):
         notebook = RUNS_NOTEBOOK.search(nodeid)
         if notebook is None:
             return super()._split_scope(nodeid)
-        in_cluster = "cluster.start(" in (ROOT / notebook[2]).read_text()
-        if in_cluster and notebook[1] != "without_what_it_starts":
+        if starts_slurm(notebook[2]) and notebook[1] != "without_what_it_starts":
             return "notebooks with Slurm"
         return nodeid
 
@@ -116,9 +120,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):  # noqa: ARG001 (xdist's; every worker collects all)
-    node.config.stash[NUM_LEFT_OUT] = getattr(node, "workeroutput", {}).get(
-        "num_left_out", 0
-    )
+    number = getattr(node, "workeroutput", {}).get("num_left_out", 0)  # not of a crash
+    node.config.stash[NUM_LEFT_OUT] = max(node.config.stash[NUM_LEFT_OUT], number)
 
 
 def pytest_sessionfinish(session):
@@ -187,7 +190,7 @@ def group():
 def trained(device, tmp_path_factory):
     """Return a function that trains a stage, once per session for the same arguments.
 
-    how: `train`, by the stage's own command, or `train_in_forks`.
+    how: `train`, by the stage's own command, `train_in_forks`, or one like them.
     """
     done = {}
 

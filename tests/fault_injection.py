@@ -10,7 +10,6 @@ import fnmatch
 import itertools
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -23,7 +22,6 @@ import torch
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
@@ -155,18 +153,19 @@ def signalled_from_outside(step, name):
     which can see who sent it.
     """
 
-    def is_pending(process):
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        pending = int(re.search(r"^ShdPnd:\s*(\w+)$", status, re.M)[1], 16)
-        return pending >> getattr(signal, name) - 1 & 1
-
     def send_to_all(_):
         children = psutil.Process().children()
         for process in (*children, psutil.Process()):
             words = f"kill -{name.removeprefix('SIG')} {process.pid}"
             subprocess.run(["sh", "-c", words], check=True)
+        masks = "ShdPnd", name
         harness.wait_until(
-            lambda: not any(map(is_pending, harness.alive(children))), harness.LIMIT
+            lambda: (
+                not any(
+                    harness.in_mask(each, *masks) for each in harness.alive(children)
+                )
+            ),
+            harness.LIMIT,
         )
 
     at_step(step, register_optimizer_step_pre_hook, send_to_all)
@@ -261,18 +260,6 @@ def weights_kept(step, folder):
         torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
 
     at_step(step, register_optimizer_step_post_hook, save)
-
-
-def devices_of_weights_printed():
-    """Have the process print on which device the first weight of a model is made."""
-    seen = []
-
-    def hook(module, name, weight):  # noqa: ARG001 (torch passes them)
-        if not seen:
-            print("weights on", weight.device.type)
-        seen.append(weight)
-
-    register_module_parameter_registration_hook(hook)
 
 
 def without_ddp():

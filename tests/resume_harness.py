@@ -109,10 +109,10 @@ class Run:
             for path in files
         }
 
-    def assert_no_step_is_lost_or_doubled(self, steps=STEPS, what=""):
+    def assert_no_step_is_lost_or_doubled(self, what=""):
         """Look at the last checkpoint and the metrics of this run, which has ended."""
         state = read_state(self.paths()[0])
-        assert state["step"] == state["scheduler"]["last_epoch"] == steps, what
+        assert state["step"] == state["scheduler"]["last_epoch"] == STEPS, what
         targets = small_workload(self.stage, SAMPLES).train
         assert state["sums"][3] == targets, what
         assert [row["train"]["count"] for row in rows(self.out_dir)] == [targets] * 2

@@ -9,10 +9,7 @@ its log, with the generous limit of tools/harness.py.
 
 import contextlib
 import os
-import random
 import re
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -20,6 +17,7 @@ import psutil
 
 from tools import harness
 from tools.harness import assert_gone
+from tools.harness import in_mask
 from tools.harness import wait_until
 from tools.stages import ROOT
 
@@ -28,35 +26,6 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 # a port from a job's number, and those of two clusters must differ.
 TRACKING = {"linuxproc": 5001, "cgroup": 7001}
 EVERY = 0.5  # seconds between questions to Slurm, which take time on a busy machine
-
-
-def free_ports(count):
-    """Return the first of so many free ports in a row.
-
-    They are below those that the kernel gives to the connections of other tests, one of
-    which could take a port before a daemon does.
-    """
-    while True:
-        first = random.randrange(20_000, 30_000, count)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                one = stack.enter_context(socket.socket())
-                one.bind(("127.0.0.1", port))
-            return first
-
-
-def has_sigterm(process, mask):
-    """Return whether SIGTERM is in one of a process's masks; see proc(5).
-
-    mask: SigCgt, the signals for which it has a handler; ShdPnd, those that wait for
-    it. A process that has ended has none.
-    """
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:
-        return False
-    found = re.search(rf"^{mask}:\s*(\w+)$", status, re.MULTILINE)
-    return bool(found and int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def missing_for_cgroup():
@@ -82,7 +51,7 @@ class Cluster:
 
     def __init__(self, folder, tracking="linuxproc"):
         self.folder = Path(folder)
-        self.port = free_ports(3)
+        self.port = harness.free_ports(3)
         self.nodes = f"node{self.port}-[1-2]"
         self.variables = {
             "LOCAL_CLUSTER": folder,
@@ -212,7 +181,7 @@ class SlurmJob:
 
         def found():
             ranks = self.ranks()
-            ready = all(has_sigterm(rank, "SigCgt") for rank in ranks.values())
+            ready = all(in_mask(rank, "SigCgt") for rank in ranks.values())
             return ready and len(ranks) == count and ranks
 
         return wait_until(found, harness.LIMIT, self.log, every=0.1)
@@ -231,7 +200,7 @@ class SlurmJob:
         yield ranks
 
         def arrived(rank):  # a preemption wakes it with SIGCONT, too
-            return has_sigterm(rank, "ShdPnd") or not is_stopped(rank)
+            return in_mask(rank, "ShdPnd") or not is_stopped(rank)
 
         wait_until(lambda: all(map(arrived, ranks.values())), harness.LIMIT, self.log)
         for rank in ranks.values():

@@ -11,13 +11,13 @@ from common import meters
 from tests.conftest import only_in_release
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
-from tests.training import counts
 from tests.training import load_stage
 from tests.training import load_stage_for_vectors
 from tests.training import plain
 from tests.training import replace_data
 from tests.training import run_stage
 from tests.training import sharded
+from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
 from tests.training import train_in_forks
@@ -53,8 +53,7 @@ ADDING = [FIRST, *(first_with(each, "accumulation") for each in ("text", "shards
 def test_any_number_of_micro_batches_equals_the_whole_batch(
     stage, processes, micro_batches, trained, device
 ):
-    if processes not in counts(device):
-        pytest.skip(f"{processes} processes need as many GPUs")
+    skip_without_gpus(processes, device)
     work = small_workload(stage, SAMPLES)
     flags = (*DOUBLE, *work.flags)
     whole = trained(reference(stage), 1, *flags, how=train_in_forks)

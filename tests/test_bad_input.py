@@ -99,7 +99,7 @@ def wrong(stage):
 
 
 def is_default(stage, what):
-    """Return whether a case runs without --all."""
+    """Return whether a case runs without --release."""
     first = first_with("images") if what in WRONG else reference(stage)
     return stage == first or what in OF_EVERY_STAGE
 

@@ -18,8 +18,8 @@ from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
 from tests.resume_harness import Run
 from tests.training import WINDOW
-from tests.training import counts
 from tests.training import run_stage
+from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import train_in_forks
 from tools.harness import call_in_forks
@@ -215,8 +215,7 @@ def test_ranks_without_a_batch_evaluate_with_the_others(
     stage, samples, batch_size, processes, device, tmp_path
 ):
     """Its metrics are those of the plain model with the saved weights."""
-    if processes not in counts(device):
-        pytest.skip(f"{processes} processes need as many GPUs")
+    skip_without_gpus(processes, device)
     work = small_workload(stage, samples)
     windows, local = work.val // WINDOW, batch_size // processes
     most, fewest = -(-windows // processes), windows // processes

@@ -7,8 +7,6 @@ at every moment but one, of which the tests say why it does not.
 
 import functools
 import json
-import sys
-import weakref
 from typing import NamedTuple
 
 import pytest
@@ -16,21 +14,22 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
-from transformers import GPT2Config
-from transformers import LlamaConfig
 
 from tests import fsdp_ranks
 from tests.conftest import only_in_release
-from tests.training import TRANSFORMERS
-from tests.training import load_program
+from tests.memory_harness import Alive
+from tests.memory_harness import assert_one_line
+from tests.memory_harness import bytes_of
+from tests.memory_harness import in_processes
+from tests.memory_harness import is_plain
+from tests.memory_harness import make_config
+from tests.memory_harness import parse
+from tests.memory_harness import prepare
+from tests.memory_harness import run_main
+from tests.memory_harness import shard_model
 from tools import harness
 from tools import memory
-from tools.counting import Count
 from tools.memory import BLOCK
 from tools.memory import HEAD
 from tools.memory import LOSS
@@ -43,35 +42,15 @@ from tools.memory import count_activations
 from tools.memory import count_shape
 from tools.memory import numel
 from tools.memory import totals
-from tools.stages import ROOT
 
 pytestmark = pytest.mark.ci
 
-harness.preloaded += [*TRANSFORMERS, "tests.test_memory"]
+harness.preloaded += ["tests.test_memory"]
 
 KINDS = ("llama", "llama-tied", "gpt2")
-# 3 processes cannot share 64 rows equally, and 2 cannot share 131: shards are padded.
-WIDTH, INNER, DEPTH, HEADS, KEY_HEADS = 64, 131, 2, 4, 2
 
 
 # ---- what is trained -----------------------------------------------------------------
-def make_config(kind, vocab_size):
-    tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "gpt2":
-        sizes = {"n_embd": WIDTH, "n_inner": INNER, "n_layer": DEPTH, "n_head": HEADS}
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(n_positions=128, **sizes, **dropout, **tokens)
-    return LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        tie_word_embeddings=kind == "llama-tied",
-        **tokens,
-    )
-
-
 class Case(NamedTuple):
     """A training; flags: those of the tool, in pairs."""
 
@@ -97,90 +76,7 @@ def lines_of(case, processes):
     return memory.lines(count_shape(config), activations, choices)
 
 
-def bytes_of(found, when, *names):
-    """Return the bytes of the lines of a moment; names: of those alone."""
-    some = [
-        one for one in found if one.when == when and (not names or one.name in names)
-    ]
-    assert some and len(some) >= len(names)
-    return sum(one.bytes for one in some)
-
-
 # ---- what the processes do -----------------------------------------------------------
-class Alive(Count):
-    """Counts the bytes of all storages that operations make, as long as they live.
-
-    peak: the most at once since it was last set. FSDP2 frees weights by resizing their
-    storages, so all are looked at after each operation.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak, self.paused = weakref.WeakSet(), 0, False
-
-    def note(self, _operation, args, result):
-        if self.paused:
-            return
-        given = {one.untyped_storage() for one in tree_leaves(args) if is_plain(one)}
-        made = {one.untyped_storage() for one in tree_leaves(result) if is_plain(one)}
-        self.storages.update(made - given)
-        self.peak = max(self.peak, self.bytes())
-
-    def bytes(self):
-        """Return how many bytes are alive now."""
-        return sum(storage.nbytes() for storage in self.storages)
-
-
-def is_plain(value):
-    """Return whether it is a tensor of this process, with memory of its own."""
-    # The last is around another tensor, and waits for its collective.
-    wrappers = DTensor, AsyncCollectiveTensor
-    return torch.is_tensor(value) and not isinstance(value, wrappers)
-
-
-class OnCopies:
-    """A collective of FSDP2 that gives copies to the backend, which are not counted.
-
-    A thread of gloo may hold what it was given for a moment longer than FSDP2 does.
-    """
-
-    def __init__(self, collective, alive):
-        self.collective, self.alive = collective, alive
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, **options):
-        options["async_op"] = False
-        self.alive.paused = True
-        result = torch.empty_like(output_tensor)
-        self.collective(result, input_tensor.clone(), **options)
-        output_tensor.copy_(result)
-        self.alive.paused = False
-
-
-def prepare(model, choices, mesh, alive):
-    """Return the model to train: sharded in place, or wrapped, or as it is."""
-    if choices.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    if choices.strategy == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if choices.strategy == "fsdp2":
-        shard_model()(model, mesh, choices.policy == "bf16")
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                gather = OnCopies(dist.all_gather_into_tensor, alive)
-                module.set_custom_all_gather(gather)
-                reduce = OnCopies(dist.reduce_scatter_tensor, alive)
-                module.set_custom_reduce_scatter(reduce)
-    return model
-
-
-def shard_model():
-    """Return the function by which the script for models of transformers shards one."""
-    return load_program(ROOT / "your_own_script/hugging_face/fsdp.py").shard_model
-
-
 def note_gathered(model):
     """Return a list that gets the bytes of all whole weights, at many moments.
 
@@ -283,15 +179,6 @@ def read(_rank, processes, folder):
 
 
 # ---- training, measured --------------------------------------------------------------
-def in_processes(function, processes, *arguments, folder):
-    """Call a function in a group of processes; return what each returns."""
-    calls = [
-        (function, rank, processes, folder, *arguments) for rank in range(processes)
-    ]
-    harness.call_in_forks(fsdp_ranks.in_group, calls)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
-
-
 # Each makes another moment the fullest, some of them under another policy.
 AT_LOSS = [
     Case(kind, 1024, 128, flags) for kind in KINDS for flags in ((), CHECKPOINTED)
@@ -493,26 +380,6 @@ def test_reading_the_weights(kind, tmp_path):
 
 
 # ---- the sheet -----------------------------------------------------------------------
-def parse(text):
-    """Return {title: {name of a line: bytes}}; the column of GiB must agree."""
-    found, title = {}, None
-    for line in text.splitlines():
-        if not line.startswith("  "):
-            title = line
-            found[title] = {}
-        elif title:  # the header of the table is under an empty line
-            name, size, gib = line[2:42], line[62:78], line[78:]
-            found[title][name.strip()] = int(size.replace(",", ""))
-            assert float(gib) == round(int(size.replace(",", "")) / 2**30, 3)
-    return found
-
-
-def run_main(*flags, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["memory.py", *map(str, flags)])
-    memory.main()
-    return capsys.readouterr().out
-
-
 # The shape of Llama-3-8B: the width, the width of the MLP and of all keys.
 WIDE, MLP, KEYS, BLOCKS, VOCAB, TOKENS = 4096, 14336, 1024, 32, 128256, 8192
 PER_BLOCK = 2 * WIDE * WIDE + 2 * WIDE * KEYS + 3 * WIDE * MLP + 2 * WIDE
@@ -651,16 +518,6 @@ FOLDERS = {
     "an attention of its own": ({"model_type": "falcon"}, "cannot count a falcon: "),
     "no blocks": ({"model_type": "llama", "num_hidden_layers": 0}, "has no blocks"),
 }
-
-
-def assert_one_line(flags, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["memory.py", *map(str, flags)])
-    with pytest.raises(SystemExit, match="^2$"):
-        memory.main()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("memory.py: error: ") and said in line
 
 
 @pytest.mark.parametrize("flags, said", WRONG.values(), ids=list(WRONG))

@@ -44,10 +44,10 @@ from tests.resume_harness import uninterrupted
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
 from tests.training import changed
-from tests.training import counts
 from tests.training import injected
 from tests.training import load_stage
 from tests.training import plain
+from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
 from tools import harness
@@ -348,8 +348,7 @@ def test_a_run_resumes_on_any_number_of_processes(
     Three and more processes add up a gradient in an order that depends on its place in
     DDP's buffers.
     """
-    if max(before, after) not in counts(device):
-        pytest.skip(f"{max(before, after)} processes need as many GPUs")
+    skip_without_gpus(max(before, after), device)
     for name in ("checkpoints", "out"):
         shutil.copytree(stopped_at_16(before, stage).folder / name, tmp_path / name)
     run = Run(stage, tmp_path, device, *DOUBLE, *EVERY_4, processes=after)

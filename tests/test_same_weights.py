@@ -14,6 +14,7 @@ from tests.training import DOUBLE
 from tests.training import call_all
 from tests.training import counts
 from tests.training import run_stage
+from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import train
 from tests.training import train_copy_in_forks
@@ -80,8 +81,7 @@ def test_dataparallel_equals_one_gpu(trained, baseline):
     ],
 )
 def test_any_number_of_processes_equals_one_gpu(stage, processes, trained, device):
-    if processes not in counts(device):
-        pytest.skip(f"{processes} processes need as many GPUs")
+    skip_without_gpus(processes, device)
     work = work_of(stage)
     flags = (*DOUBLE, *work.flags)
     one = trained(reference(stage), 1, *flags, how=train_in_forks)

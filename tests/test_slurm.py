@@ -49,9 +49,7 @@ LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", 
 NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 # Which processes get a signal depends on how Slurm finds the processes of a job.
-one_way = pytest.mark.parametrize(
-    "cluster", [only_in_release("linuxproc"), "cgroup"], indirect=True
-)
+one_way = pytest.mark.parametrize("cluster", ["linuxproc", "cgroup"], indirect=True)
 each_file = pytest.mark.parametrize(
     "cluster, name",
     [("linuxproc", TORCHRUN), ("cgroup", JOB)],
@@ -408,7 +406,7 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
     what="a rank of a job is killed",
     sees="the job's state FAILED, and in its log which task it was: `srun: error: ..."
     " task`",
-    lost="the run; in stage 09 the steps since the last checkpoint",
+    lost="the run; in stage {checkpoints} the steps since the last checkpoint",
 )
 @each_file
 def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
@@ -428,8 +426,8 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED, and `CANCELLED` in its log; no process and no port"
     " of it is left",
-    lost="the run; in stage 09 the steps since the last checkpoint; in stage 10"
-    " nothing",
+    lost="the run; in stage {checkpoints} the steps since the last checkpoint; in stage"
+    " {signals} nothing",
 )
 @each_file
 def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):

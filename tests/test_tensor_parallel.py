@@ -25,8 +25,8 @@ from tests.resume_harness import uninterrupted
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
 from tests.training import call_all
-from tests.training import counts
 from tests.training import run_stage
+from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import train_in_forks
 from tools.stages import first_with
@@ -39,17 +39,6 @@ pytestmark = pytest.mark.slow  # its file comes early: it takes long
 STAGE = first_with("tensor_parallel")
 BEFORE = registry()[STAGE].builds_on
 WORK = small_workload(STAGE, 240)
-
-
-@pytest.fixture
-def check_gpus(device):
-    """Return a function that skips a test if there are fewer GPUs than processes."""
-
-    def check(processes):
-        if device == "cuda" and processes not in counts(device):
-            pytest.skip(f"{processes} processes need as many GPUs")
-
-    return check
 
 
 def rows(dp, tp):
@@ -70,14 +59,14 @@ MORE = {
     "mesh, more",
     [
         *(only_in_release(each, (), unless=each in MESHES[:2]) for each in MESHES),
-        *(only_in_release((2, 2), flags, unless=False) for flags in MORE.values()),
+        *(only_in_release((2, 2), flags) for flags in MORE.values()),
     ],
     ids=str,
 )
-def test_any_mesh_trains_the_weights_of_one_process(mesh, more, trained, check_gpus):
+def test_any_mesh_trains_the_weights_of_one_process(mesh, more, trained, device):
     """With every epoch's metrics, in which each sample counts once."""
     flag, processes = rows(*mesh)
-    check_gpus(processes)
+    skip_without_gpus(processes, device)
     flags = (*DOUBLE, *WORK.flags)
     # accumulation and when weights are gathered do not change what is trained
     plain = flags if "--clip-grad" not in more else (*flags, *more)
@@ -94,9 +83,9 @@ def test_any_mesh_trains_the_weights_of_one_process(mesh, more, trained, check_g
     assert done.rows[1]["train"]["loss"] < 0.9 * done.rows[0]["train"]["loss"]
 
 
-def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, check_gpus):
+def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, device):
     flag, processes = rows(1, 2)
-    check_gpus(processes)
+    skip_without_gpus(processes, device)
     flags = (*DOUBLE, *WORK.flags, "--context-length", "31", "--epochs", "1")
     one = trained(reference(STAGE), 1, *flags, how=train_in_forks)
     done = trained(STAGE, processes, *flags, *flag, how=train_in_forks)
@@ -124,10 +113,10 @@ def test_without_the_flag_nothing_is_different(trained, several):
 @pytest.mark.parametrize(
     "amp", [only_in_release("off"), "bf16", only_in_release("fp16")]
 )
-def test_less_precision(amp, trained, check_gpus):
+def test_less_precision(amp, trained, device):
     """It differs from stage 13's result by no more than the precision does."""
     flag, processes = rows(2, 2)
-    check_gpus(processes)
+    skip_without_gpus(processes, device)
     flags = ("--epochs", "2", *WORK.flags)
     full = trained(BEFORE, 1, *flags, how=train_in_forks)
     before = trained(BEFORE, 1, *flags, "--amp", amp, how=train_in_forks)
@@ -140,10 +129,10 @@ def test_less_precision(amp, trained, check_gpus):
         assert losses[2] == pytest.approx(losses[1], abs=2e-3)
 
 
-def test_all_ranks_skip_a_step_that_overflows_on_one(check_gpus, device, tmp_path):
+def test_all_ranks_skip_a_step_that_overflows_on_one(device, tmp_path):
     """Step 7 is the second of epoch 2; only the last rank has an infinite gradient."""
     flag, processes = rows(2, 2)
-    check_gpus(processes)
+    skip_without_gpus(processes, device)
     flags = [*WORK.flags, "--amp", "fp16", "--epochs", "2", "--device", device, *flag]
     flags += ["--sample", "0", "--checkpoint-dir", tmp_path / "checkpoints"]
     flags += ["--out-dir", tmp_path / "out"]
@@ -179,9 +168,9 @@ class OnMesh(Run):
 
 
 @pytest.mark.ci
-def test_a_run_is_resumed_on_other_meshes(trained, device, check_gpus, tmp_path):
+def test_a_run_is_resumed_on_other_meshes(trained, device, tmp_path):
     """And by the stage before it, which wrote the first checkpoint, too."""
-    check_gpus(4)
+    skip_without_gpus(4, device)
     flags = ("--dtype", "float64", *EVERY_4)
     run = OnMesh(STAGE, tmp_path, device, *flags)
     run.on(BEFORE, 2, 1).stop(3, "SIGTERM")
@@ -196,8 +185,8 @@ def test_a_run_is_resumed_on_other_meshes(trained, device, check_gpus, tmp_path)
 
 
 @pytest.mark.release
-def test_a_run_killed_in_a_step_resumes(trained, device, check_gpus, tmp_path):
-    check_gpus(4)
+def test_a_run_killed_in_a_step_resumes(trained, device, tmp_path):
+    skip_without_gpus(4, device)
     run = OnMesh(STAGE, tmp_path, device, "--dtype", "float64", *EVERY_4)
     run.on(STAGE, 2, 2).stop(6, "SIGKILL", ranks=["3"])
     assert run.latest() == 4
@@ -217,10 +206,8 @@ KILLS = [
 
 
 @pytest.mark.release
-def test_a_run_killed_while_it_saves_or_loads_resumes(
-    trained, device, check_gpus, tmp_path
-):
-    check_gpus(4)
+def test_a_run_killed_while_it_saves_or_loads_resumes(trained, device, tmp_path):
+    skip_without_gpus(4, device)
     run = OnMesh(STAGE, tmp_path, device, "--dtype", "float64", *EVERY_4)
     run.on(STAGE, 2, 2)
     for event, pattern, call in KILLS:

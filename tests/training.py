@@ -24,6 +24,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -51,6 +52,12 @@ def counts(device):
     """Return the numbers of processes to try: 1 to 4, if there are as many GPUs."""
     most = torch.cuda.device_count() if device == "cuda" else 4
     return range(1, min(4, most) + 1)
+
+
+def skip_without_gpus(processes, device):
+    """Skip a test of so many processes, each on a GPU, if there are fewer GPUs."""
+    if device == "cuda" and processes > torch.cuda.device_count():
+        pytest.skip(f"{processes} processes need as many GPUs")
 
 
 def missing_for_slurm():

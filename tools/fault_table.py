@@ -46,7 +46,8 @@ checkpoint are lost.
 def faults():
     """Return a dict per mark: its arguments, the test's file, name and arguments.
 
-    `stages` are those that have the feature `since` and not the feature `without`.
+    `stages` are those that have the feature `since` and not the feature `without`. In
+    `lost`, {signals} stands for the number of the first stage with that feature.
     """
     found = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
@@ -68,12 +69,12 @@ def faults():
 
 def page():
     """Return the text of the page, its rows in the order of their first stages."""
+    features = ("checkpoints", "signals", "sharded_checkpoints")
+    first = {name: registry()[first_with(name)].number for name in features}
     rows = []
     for row in sorted(faults(), key=lambda row: row["stages"]):
         link = f"[{row['file'][5:-3]}](../tests/{row['file']})"
         cells = [span(row["stages"]), row["what"], row["sees"]]
-        cells += [row["lost"], link]
+        cells += [row["lost"].format(**first), link]
         rows.append(f"| {' | '.join(cells)} |\n")
-    features = ("checkpoints", "signals", "sharded_checkpoints")
-    first = {name: registry()[first_with(name)].number for name in features}
     return HEAD.format(**first) + "".join(rows)

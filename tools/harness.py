@@ -23,7 +23,9 @@ is proved by a real launch.
 import contextlib
 import dataclasses
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import re
 import runpy
 import shlex
@@ -45,8 +47,8 @@ PROGRAMS = {
 }
 OUTPUTS = ("stdout", "stderr")
 LIMIT = 300  # seconds: far more than what is waited for takes on a busy machine
-LAUNCHERS = "RANK|WORLD_SIZE|LOCAL_(RANK|WORLD)|MASTER_|TORCHELASTIC_|SLURM_(?!CONF)"
-LAUNCHERS = re.compile(LAUNCHERS)
+LAUNCHERS = r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD|NAME)|MASTER_"
+LAUNCHERS = re.compile(rf"{LAUNCHERS}|TORCHELASTIC_|SLURM_(?!CONF)")
 
 # The server of the forks; `preloaded` are the modules that it imports when it starts.
 forkserver = multiprocessing.get_context("forkserver")
@@ -103,7 +105,7 @@ class Job:
         done = self.printed()
         return done.stdout + done.stderr
 
-    def wait_for(self, text, times=1, seconds=LIMIT):
+    def wait_for(self, text, times=1):
         """Wait until it has printed a text so many times; look at its processes then.
 
         Raises CommandError if it ends before.
@@ -117,7 +119,7 @@ class Job:
                 raise CommandError(f"ended without printing {text!r}:\n{self.screen()}")
             return False
 
-        wait_until(seen, seconds, self.screen)
+        wait_until(seen, LIMIT, self.screen)
         self.look()
 
     def look(self):
@@ -163,7 +165,8 @@ class LaunchedJob(Job):
         return self.child.poll() is None
 
     def members(self):
-        return family(self.pid)
+        # once it has ended, its number may be that of a stranger
+        return family(self.pid) if self.running() else []
 
     def ranks(self):
         """Return the processes of a stage's ranks, in the order of their start."""
@@ -193,7 +196,8 @@ class ForkedJob(Job):
     """The ranks of a command, each a fork of the server.
 
     forks: their multiprocessing.Process, rank 0 first. Each prints into a folder that
-    is named by its rank, or with `together`, all print into the same files.
+    is named by its rank. With `together` it is as under torchrun: all print into the
+    same files, and the first that fails ends the others.
     """
 
     def __init__(self, arguments, environments, folder, cwd, prepare, together):
@@ -205,7 +209,7 @@ class ForkedJob(Job):
             place.mkdir(exist_ok=True)
             for name in OUTPUTS:
                 (place / name).write_text("")
-        start_server()
+        set_preloads()
         self.forks = []
         for variables, place in zip(environments, self.folders, strict=True):
             given = (arguments, place, str(cwd), variables, prepare)
@@ -227,24 +231,29 @@ class ForkedJob(Job):
         return any(fork.is_alive() for fork in self.forks)
 
     def members(self):
-        return [member for fork in self.forks for member in family(fork.pid)]
+        live = [fork for fork in self.forks if fork.is_alive()]
+        return [member for fork in live for member in family(fork.pid)]
 
     def ranks(self):
         """Return the processes of its ranks, rank 0 first. Raises NoSuchProcess."""
         return [psutil.Process(fork.pid) for fork in self.forks]
 
     def wait(self, seconds=LIMIT):
-        """Wait for the end of all ranks, at most so many seconds each.
+        """Wait for the end of all ranks, at most so many seconds.
 
         Returns what they ended with; a rank that had to be killed hung.
         """
-        hung = set()
-        for rank, fork in enumerate(self.forks):
-            fork.join(seconds)
-            if fork.is_alive():
-                hung.add(rank)
-                kill(family(fork.pid))
-                fork.join()
+        end = time.monotonic() + seconds
+        while live := [fork for fork in self.forks if fork.is_alive()]:
+            if (left := end - time.monotonic()) <= 0:
+                break
+            sentinels = [fork.sentinel for fork in live]
+            multiprocessing.connection.wait(sentinels, left)
+            self.running()  # with `together`, ends the others of one that has failed
+        hung = {rank for rank, fork in enumerate(self.forks) if fork.is_alive()}
+        for rank in hung:
+            kill(family(self.forks[rank].pid))
+            self.forks[rank].join()
         ranks = self.printed().ranks
         for rank in hung:
             ranks[rank].returncode = "hung"
@@ -288,7 +297,8 @@ def start(
     command: a line as one types it, or its words; folder: where it prints, a file per
     output; prepare: a picklable function that each fork calls first, one of
     tests/fault_injection.py for instance; together: all forks print into one pair of
-    files; terminal: a descriptor for standard input and output; variables: of its
+    files, and one that fails ends the others, as torchrun has it; terminal: a
+    descriptor for standard input and output; variables: of its
     environment, which otherwise has no launcher's variables and one thread per process.
 
     A command is launched in any case if its launcher does something that forks do not:
@@ -347,8 +357,8 @@ def plan_forks(words):
     ]
 
 
-def start_server():
-    """Have the server import what forks need; without effect after the first fork."""
+def set_preloads():
+    """Tell the server what to import when it starts, which is at the first fork."""
     forkserver.set_forkserver_preload([*preloaded, "tools.fork_preload"])
 
 
@@ -395,20 +405,24 @@ def default_ctrl_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def call_in_forks(function, calls, seconds=LIMIT):
+def call_in_forks(function, calls):
     """Call a function in forks of the server, side by side; they must end with 0.
 
     calls: the arguments of each fork's call. A fork that hangs is killed.
     """
-    start_server()
+    set_preloads()
     forks = [forkserver.Process(target=function, args=call) for call in calls]
-    for one in forks:
-        one.start()
-    for one in forks:
-        one.join(seconds)
-        if one.is_alive():
-            one.kill()
-            one.join()
+    end = time.monotonic() + LIMIT
+    try:
+        for one in forks:
+            one.start()
+        for one in forks:
+            one.join(max(0, end - time.monotonic()))
+    finally:
+        for one in forks:
+            if one.pid and one.is_alive():
+                one.kill()
+                one.join()
     assert [one.exitcode for one in forks] == [0] * len(forks)
 
 
@@ -453,11 +467,38 @@ def alive(processes):
     return running
 
 
+def free_ports(count):
+    """Return the first of so many TCP ports in a row on which nobody listens.
+
+    They are below those that the kernel gives to connections, one of which could
+    otherwise take a port before the process does that it was chosen for.
+    """
+    while True:
+        first = random.randrange(20_000, 30_000, count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                one = stack.enter_context(socket.socket())
+                one.bind(("127.0.0.1", port))
+            return first
+
+
 def free_port():
-    """Return a TCP port of this machine on which nobody listens, as text."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
+    """Return one such port, as text."""
+    return str(free_ports(1))
+
+
+def in_mask(process, mask, name="SIGTERM"):
+    """Return whether a signal is in one of a process's masks; see proc(5).
+
+    mask: SigCgt, the signals for which it has a handler, or SigPnd and ShdPnd, those
+    that wait for the thread and for the process. One that has ended has none.
+    """
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(rf"^{mask}:\s*(\w+)$", status, re.MULTILINE)
+    return bool(found and int(found[1], 16) >> (getattr(signal, name) - 1) & 1)
 
 
 def ports(processes):

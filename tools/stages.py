@@ -99,9 +99,9 @@ def with_feature(*wanted, without=()):
     ]
 
 
-def first_with(*wanted, without=()):
+def first_with(*wanted):
     """Return the first stage that has these features: it explains the last of them."""
-    return with_feature(*wanted, without=without)[0]
+    return with_feature(*wanted)[0]
 
 
 def steps(root=ROOT):
