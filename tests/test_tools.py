@@ -1,6 +1,7 @@
 """The tools for contributors, and the pages that they write."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -20,6 +21,21 @@ from tools.sizes import used_lines
 from tools.stages import ROOT
 from tools.stages import stages
 from tools.stages import steps
+
+# ---- tools/harness.py ----------------------------------------------------------------
+def test_a_rank_that_failed_before_one_waits_ends_the_others(tmp_path):
+    """As under torchrun."""
+    script = tmp_path / "script.py"
+    fails = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\n"
+    script.write_text(f"{fails}time.sleep({2 * harness.LIMIT})\n")
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", script]
+    options = {"forks": True, "together": True}
+    with harness.start(words, tmp_path / "printed", **options) as job:
+        job.forks[1].join()
+        done = job.wait()
+    assert [rank.returncode for rank in done.ranks] == [-signal.SIGTERM, 3]
+    assert done.returncode == 1
+
 
 # ---- make sizes ----------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ is proved by a real launch.
 
 import contextlib
 import dataclasses
+import errno
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -247,9 +248,8 @@ class ForkedJob(Job):
         while live := [fork for fork in self.forks if fork.is_alive()]:
             if (left := end - time.monotonic()) <= 0:
                 break
-            sentinels = [fork.sentinel for fork in live]
-            multiprocessing.connection.wait(sentinels, left)
             self.running()  # with `together`, ends the others of one that has failed
+            multiprocessing.connection.wait([fork.sentinel for fork in live], left)
         hung = {rank for rank, fork in enumerate(self.forks) if fork.is_alive()}
         for rank in hung:
             kill(family(self.forks[rank].pid))
@@ -471,15 +471,21 @@ def free_ports(count):
     """Return the first of so many TCP ports in a row on which nobody listens.
 
     They are below those that the kernel gives to connections, one of which could
-    otherwise take a port before the process does that it was chosen for.
+    otherwise take a port before the process does that it was chosen for. And they are
+    none that a notebook names, nor torchrun's own, 29400 and 29500.
     """
     while True:
-        first = random.randrange(20_000, 30_000, count)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                one = stack.enter_context(socket.socket())
-                one.bind(("127.0.0.1", port))
-            return first
+        first = random.randrange(25_000, 29_000, count)
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    one = stack.enter_context(socket.socket())
+                    one.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return first
 
 
 def free_port():
