@@ -22,6 +22,7 @@ from tools.stages import ROOT
 from tools.stages import stages
 from tools.stages import steps
 
+
 # ---- tools/harness.py ----------------------------------------------------------------
 def test_a_rank_that_failed_before_one_waits_ends_the_others(tmp_path):
     """As under torchrun."""
