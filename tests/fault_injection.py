@@ -158,15 +158,12 @@ def signalled_from_outside(step, name):
         for process in (*children, psutil.Process()):
             words = f"kill -{name.removeprefix('SIG')} {process.pid}"
             subprocess.run(["sh", "-c", words], check=True)
-        masks = "ShdPnd", name
-        harness.wait_until(
-            lambda: (
-                not any(
-                    harness.in_mask(each, *masks) for each in harness.alive(children)
-                )
-            ),
-            harness.LIMIT,
-        )
+
+        def is_handled():
+            live = harness.alive(children)
+            return not any(harness.in_mask(each, "ShdPnd", name) for each in live)
+
+        harness.wait_until(is_handled, harness.LIMIT)
 
     at_step(step, register_optimizer_step_pre_hook, send_to_all)
 

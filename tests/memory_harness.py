@@ -28,16 +28,17 @@ harness.preloaded += TRANSFORMERS
 WIDTH, INNER, DEPTH, HEADS, KEY_HEADS = 64, 131, 2, 4, 2
 
 
-def make_config(kind, vocab_size):
+def make_config(kind, vocab_size, inner=INNER, depth=DEPTH):
+    """Return the configuration of a small model; inner: the width of its MLP."""
     tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "gpt2":
-        sizes = {"n_embd": WIDTH, "n_inner": INNER, "n_layer": DEPTH, "n_head": HEADS}
+        sizes = {"n_embd": WIDTH, "n_inner": inner, "n_layer": depth, "n_head": HEADS}
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2Config(n_positions=128, **sizes, **dropout, **tokens)
     return LlamaConfig(
         hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=DEPTH,
+        intermediate_size=inner,
+        num_hidden_layers=depth,
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
         tie_word_embeddings=kind == "llama-tied",

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
 
 from common.gpt import GPT
 from tests import fsdp_ranks
@@ -57,7 +56,7 @@ import pipeline
 
 pytestmark = pytest.mark.ci
 
-WIDTH, INNER, DEPTH, HEADS, KEY_HEADS = 64, 132, 4, 4, 2
+INNER, DEPTH = 132, 4  # two tp ranks and two stages can share them
 PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
@@ -80,17 +79,8 @@ class Case(NamedTuple):
 
     @property
     def config(self):
-        return LlamaConfig(
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KEY_HEADS,
-            vocab_size=self.vocab_size,
-            tie_word_embeddings=self.tied,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        kind = "llama-tied" if self.tied else "llama"
+        return make_config(kind, self.vocab_size, INNER, DEPTH)
 
     def choices(self, processes):
         return Choices(processes, self.tokens, **dict(self.flags))
