@@ -17,10 +17,11 @@ from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
 from tests.training import missing_for_two_machines
 from tools import harness
-from tools import notebooks
+from tools.notebooks import write
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import known_files
+from tools.stages import notebooks
 from tools.stages import registry
 from tools.stages import stages
 from tools.stages import steps
@@ -36,7 +37,7 @@ HEADINGS = [
     "Where next",
 ]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
-ALL = [path.relative_to(ROOT).as_posix() for path in notebooks.notebooks()]
+ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 PAGES = [name for name in known_files() if name.endswith(".md")]
 
 
@@ -304,7 +305,7 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
     """Run from top to bottom, without timestamps, widgets or what a machine adds."""
     text = (ROOT / notebook).read_text()
     again = tmp_path / "again.ipynb"
-    notebooks.write(book(notebook), again)
+    write(book(notebook), again)
     assert again.read_text() == text
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

@@ -92,11 +92,13 @@ def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, devi
     assert max_abs_diff(one.weights, done.weights) <= 1e-10
 
 
-def test_all_rows_draw_the_same_text(trained):
+def test_all_rows_draw_the_same_text(trained, device):
     """And print what one process prints."""
+    flag, processes = rows(2, 2)
+    skip_without_gpus(processes, device)
     flags = (*DOUBLE, *WORK.flags, "--sample", "20")
     one = trained(reference(STAGE), 1, *flags, how=train_in_forks)
-    done = trained(STAGE, 4, *flags, *rows(2, 2)[0], how=train_in_forks)
+    done = trained(STAGE, processes, *flags, *flag, how=train_in_forks)
     assert one.stdout.splitlines()[1:] == done.stdout.splitlines()[1:]
     # of a norm and of a view, which are as they should be: see ignore_mesh_warnings
     assert "sequential" not in done.stderr and "view" not in done.stderr

@@ -216,6 +216,26 @@ def test_every_part_of_the_gpu_half_runs(tmp_path):
     assert "failed" not in probed and "left out" not in probed
 
 
+def test_the_tests_of_the_gpu_half_need_no_jupyter(tmp_path):
+    """All of them are collected where what may be missing is missing."""
+    wanted = [f"tests/test_{name}.py" for names in gpu.TESTS.values() for name in names]
+    missing = [*gpu.MISSING_IS_FINE, "nbclient", "nbconvert", "IPython"]
+    lines = f"""
+import sys
+
+import pytest
+
+sys.modules.update(dict.fromkeys({missing}))  # importing one raises ImportError
+sys.exit(pytest.main(["--collect-only", "--all", "-qq", *{wanted}]))
+"""
+    (tmp_path / "collect.py").write_text(lines)
+    # otherwise the packages that are plugins of pytest are looked for, too
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": 1, "PYTEST_PLUGINS": "xdist.plugin"}
+    done = harness.run(["python", tmp_path / "collect.py"], PYTHONPATH=ROOT, **alone)
+    for file in wanted:
+        assert re.search(rf"^{file}: [1-9]", done.stdout, re.M), file
+
+
 @pytest.mark.parametrize(
     "words, named", [(["smoke"], "no part smoke"), ([], "no GPU is visible")]
 )

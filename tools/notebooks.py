@@ -9,19 +9,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from tools.stages import ROOT
-from tools.stages import stages
+from tools.stages import notebooks
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-
-
-def notebooks():
-    """Return the paths of the stages' notebooks: a stage's own, then its companions."""
-    found = []
-    for stage in stages():
-        own = ROOT / stage / f"{stage}.ipynb"
-        found += [own, *sorted({*own.parent.glob("*.ipynb")} - {own})]
-    return found
 
 
 def normalize(book):

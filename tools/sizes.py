@@ -11,8 +11,8 @@ import ast
 import difflib
 import json
 
-from tools.notebooks import notebooks
 from tools.stages import ROOT
+from tools.stages import notebooks
 from tools.stages import registry
 
 

@@ -99,6 +99,15 @@ def with_feature(*wanted, without=()):
     ]
 
 
+def notebooks():
+    """Return the paths of the stages' notebooks: a stage's own, then its companions."""
+    found = []
+    for stage in stages():
+        own = ROOT / stage / f"{stage}.ipynb"
+        found += [own, *sorted({*own.parent.glob("*.ipynb")} - {own})]
+    return found
+
+
 def first_with(*wanted):
     """Return the first stage that has these features: it explains the last of them."""
     return with_feature(*wanted)[0]
