@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import only_in_release
 from tests.neighbors_harness import FOLDER
 from tests.neighbors_harness import docstring
 from tests.training import DOUBLE
@@ -73,7 +74,7 @@ def run_changed(program, replacements, reference, folder, **variables):
 
 
 # ---- the programs --------------------------------------------------------------------
-@pytest.mark.parametrize("program", PACKAGES)
+@pytest.mark.parametrize("program", [ACCELERATE, only_in_release(FABRIC)])
 def test_two_processes_train_the_weights_of_stage_03(
     program, reference, tmp_path, record_property
 ):
