@@ -309,7 +309,8 @@ def is_rank_0_of_groups(rank):
     return rank % 2 == 0
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(4)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("case", IN_GROUPS)
 def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     """And all ranks together have each layer once, and the norms in each group."""
@@ -329,7 +330,8 @@ def test_the_states_of_a_tp_group_are_its_parts(case, processes, measured):
     )
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(4)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("case", AT_LOSS)
 def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss."""
@@ -343,7 +345,8 @@ def test_a_tp_group_while_the_loss_is_differentiated(case, processes, measured):
             assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(4)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("case", AT_EMBEDDING)
 def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measured):
     """To the byte, with the two scalars of the loss; there are few tokens."""
@@ -353,7 +356,8 @@ def test_a_tp_group_while_the_embedding_is_differentiated(case, processes, measu
         assert seen["peak"] == sheet.most + 8
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(4)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("case", AT_HEAD)
 def test_a_tp_group_while_the_heads_gradient_is_reduced(case, processes, measured):
     """To the byte, with the two scalars of the loss.
@@ -397,7 +401,8 @@ def test_the_stage_leaves_the_same_parts_on_each_rank(processes, tmp_path):
 
 
 # ---- a pipeline ----------------------------------------------------------------------
-@pytest.mark.parametrize("processes", [2, only_in_release(3)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_the_states_of_a_stage(case, processes, measured):
     """With the buffers that it receives into. All ranks have each weight once."""
@@ -411,7 +416,8 @@ def test_the_states_of_a_stage(case, processes, measured):
     assert sum(seen["params"] for seen in found) == size * parameters(case)[0]
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(3)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_what_a_stage_keeps_of_the_micro_batches_in_flight(case, processes, measured):
     """To the byte, before a backward pass; on the last rank with the losses of four."""
@@ -427,7 +433,8 @@ def test_what_a_stage_keeps_of_the_micro_batches_in_flight(case, processes, meas
     assert seen["kept"] == bytes_of(sheet.lines, LOSS) - 2 * 4 * logits + 4 * 4 + 4
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(3)])
+@pytest.mark.release
+@pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("case", IN_STAGES)
 def test_the_fullest_moment_of_a_stage(case, processes, measured):
     """To the byte while the loss is differentiated, with the losses of four.

@@ -352,6 +352,7 @@ def test_a_mistake_raises_what_the_notebook_shows(mistake):
         assert re.search(pattern, rank.stderr), rank.stderr
 
 
+@pytest.mark.release
 def test_debugging_names_the_shape_that_is_wrong():
     # not in forks, because torch reads the variable when it is imported
     launcher = "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --standalone --nproc-per-node=2"
@@ -396,17 +397,20 @@ def test_a_norm_of_its_own_gives_other_weights(silent):
         assert last < first - 0.5
 
 
+@pytest.mark.release
 def test_a_divided_loss_divides_the_gradient_again(silent):
     divided, right = numbers(silent["divided"])
     assert right == pytest.approx(4 * divided, rel=1e-3)
 
 
+@pytest.mark.release
 def test_a_second_step_or_an_evaluation_divides_the_first_gradient_again(silent):
     found = numbers(silent["twice"])
     assert min(found[:2]) > 1e-2
     assert len(found) == 6 and max(found[2:]) <= pipeline.TOLERANCE
 
 
+@pytest.mark.release
 def test_a_mean_of_means_is_wrong_if_some_targets_do_not_count(silent):
     one, *of_pipelines = re.findall(r"loss (\d\S+\d)", "\n".join(silent["padded"]))
     assert of_pipelines[0] != one == of_pipelines[1]
@@ -415,6 +419,7 @@ def test_a_mean_of_means_is_wrong_if_some_targets_do_not_count(silent):
     assert max(right, same) <= pipeline.TOLERANCE
 
 
+@pytest.mark.release
 def test_a_sampler_of_each_rank_separates_inputs_from_targets(silent):
     shown = [line.partition("sequences ")[2] for line in silent["sampler"]]
     one, other, same, again = filter(None, shown)
@@ -423,6 +428,7 @@ def test_a_sampler_of_each_rank_separates_inputs_from_targets(silent):
     assert right + 0.2 < wrong < 4  # of 256 tokens, log 256 = 5.5
 
 
+@pytest.mark.release
 def test_outputs_are_kept_unless_told_otherwise(silent):
     logits = 24 * 32 * 256 * 8
     activations = logits // 4  # a quarter of the width
@@ -431,6 +437,7 @@ def test_outputs_are_kept_unless_told_otherwise(silent):
     assert numbers(silent["outputs"]) == [*step, *keeps, *keeps, 0, 0]
 
 
+@pytest.mark.release
 def test_tied_weights_move_apart_unless_their_gradients_are_added_up(silent):
     _, apart, *others, _, together, one, other = numbers(silent["tied"])
     assert len(others) == 2 and min(apart, *others) > 1e-2
@@ -440,6 +447,7 @@ def test_tied_weights_move_apart_unless_their_gradients_are_added_up(silent):
         assert last < first - 0.5
 
 
+@pytest.mark.release
 def test_a_full_state_dict_has_the_own_weights_only(silent):
     assert silent["whole"] == [
         "  process 0: 26 weights, tokens.weight is the first",

@@ -145,6 +145,7 @@ def compare_foreach_with_the_loop(mesh):
         assert one.to_local().equal(other.to_local())
 
 
+@pytest.mark.release
 def test_foreach_takes_weights_of_two_meshes(tmp_path):
     call_in_tp_groups(compare_foreach_with_the_loop, tmp_path, groups=2)
 
