@@ -1,9 +1,12 @@
 """How do I keep an EMA of the weights with DDP, and resume it from a checkpoint?
 
 On every rank, update an `AveragedModel` of the bare model (its default is a plain mean:
-pass `get_ema_multi_avg_fn`) after each optimizer step: all ranks get the same average.
-Buffers are copied, not averaged, and batch norm's differ by rank, so save rank 0's.
-Save the whole state dict: without `n_averaged`, the next update overwrites the average.
+pass `get_ema_multi_avg_fn`) after each optimizer step: all ranks get the same average,
+if they begin with the same weights. So make it with a seed that all ranks share, as
+here, or after DDP has copied rank 0's weights. Buffers are copied, not averaged, and
+batch norm's differ by rank: save rank 0's, and broadcast them before an evaluation in
+shards. Save the whole state dict: without `n_averaged`, the next update overwrites the
+average.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/ema.py
 in the checkpoint: n_averaged, module.weight, module.bias

@@ -4,8 +4,10 @@ A plain IterableDataset is not sharded: every worker of every rank reads all of 
 a DataLoader accepts no sampler for it. Let each worker skip the others' samples, in an
 order that is the same in all processes. Libraries have this built in: Hugging Face's
 `split_dataset_by_node`, WebDataset's `split_by_node`. The ranks can then have different
-numbers of batches. Stop all of them together: the extra batches are lost, and a small
-all-reduce per step tells every rank whether all have a batch.
+numbers of batches. Stop the training of all of them together: the extra batches are
+lost, and a small all-reduce per step tells every rank whether all have a batch. An
+evaluation needs no such stop: there each rank takes all its batches, with the model
+without the wrapper, and at the end sums and counts are all-reduced.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)
@@ -13,6 +15,7 @@ Sharded: every sample is read 1 time(s)
 read by rank 0: [0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24]
 batches per rank: [7, 6]
 trained together: 6 batches on every rank, the same weights on all
+evaluated: every sample once
 """
 
 import gc
@@ -110,6 +113,17 @@ def main():
     weights = from_all_ranks([weight.tolist() for weight in model.parameters()])
     assert all(weight == weights[0] for weight in weights)
     log(f"trained together: {steps} batches on every rank, the same weights on all")
+
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for batch in loader:  # not batches_that_all_have, which would leave some out
+            sums[0] += model(batch.to(device)).sum()
+            sums[1] += len(batch)
+    dist.all_reduce(sums)
+    assert sums[1] == 25
+    whole = model(torch.arange(25, dtype=torch.float64, device=device)[:, None]).sum()
+    assert sums[0].allclose(whole)
+    log("evaluated: every sample once")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""A GAN under DDP: "RuntimeError: [...] has been modified by an inplace operation".
+"""A GAN under DDP: what do I wrap, and in which order may I call the two networks?
 
-The discriminator was called twice before one backward pass. Before each call DDP copies
-rank 0's buffers (BatchNorm's) to all ranks, and older versions of torch then raise this
-error; 2.15 does not. Three remedies work with every version: call the discriminator
-once, with real and fake samples together; pass `broadcast_buffers=False` to DDP; or
-call backward after each call, the first time inside `no_sync()`. With the first one
-batch norm normalizes real and fake samples together. In the generator's step, call the
-bare discriminator: otherwise DDP all-reduces its gradients, too.
+Wrap both. Take the discriminator's step first, as most scripts do: a backward pass
+after each of its calls, the first one inside `no_sync()`, so that the second sends the
+sum. Then freeze it for the generator's step, and call it there without its wrapper. If
+it is not frozen, and the generator's backward pass comes between the discriminator's
+forward and backward pass, DDP takes the wrong gradients for its own: those of the
+discriminator are no longer averaged, and there is no error. With batch norm, two calls
+before one backward pass end with torch 2.11, but not with 2.14, in a RuntimeError:
+a variable "has been modified by an inplace operation". DDP copies rank 0's buffers to
+all ranks before each call; `broadcast_buffers=False` keeps it from that.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
-one call: weights after 10 steps equal those of one process
-broadcast_buffers=False: weights after 10 steps equal those of one process
-backward twice: weights after 10 steps equal those of one process
-29840 bytes sent each time: in each step both gradients, once
+the discriminator's step first: equal to one process: True, ranks differ: False
+both losses first: equal to one process: False, ranks differ: True
+both losses first, frozen: equal to one process: True, ranks differ: False
+batch norm, two calls, one backward pass, broadcast_buffers=False: ranks differ: False
 """
 
-import contextlib
 import gc
 import os
 
@@ -24,91 +25,82 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # ---- the lines to copy ---------------------------------------------------------------
-def one_call(discriminator, real, fake):
-    on_real, on_fake = discriminator(torch.cat([real, fake])).chunk(2)
-    return softplus(-on_real).mean() + softplus(on_fake).mean()
-
-
-def generator_loss(discriminator, fake):
-    # the bare model, without DDP
-    return softplus(-getattr(discriminator, "module", discriminator)(fake)).mean()
-
-
-# ---- the other two remedies ----------------------------------------------------------
-def two_calls(discriminator, real, fake):
-    """With DDP(discriminator, broadcast_buffers=False).
-
-    In newer versions, which still take that name, it is `forward_sync_buffers=False`.
-    """
-    return softplus(-discriminator(real)).mean() + softplus(discriminator(fake)).mean()
-
-
-def backward_twice(discriminator, real, fake):
-    with getattr(discriminator, "no_sync", contextlib.nullcontext)():
+def discriminator_step(discriminator, optimizer, real, fake):
+    """discriminator: DDP's wrapper; fake: samples of the generator."""
+    optimizer.zero_grad()
+    with discriminator.no_sync():
         softplus(-discriminator(real)).mean().backward()
-    return softplus(discriminator(fake)).mean()  # its backward sends the sum
+    softplus(discriminator(fake.detach())).mean().backward()
+    optimizer.step()
+
+
+def generator_step(discriminator, optimizer, fake):
+    """discriminator: without the wrapper; fake: from the generator's wrapper."""
+    optimizer.zero_grad()
+    discriminator.requires_grad_(False)
+    softplus(-discriminator(fake)).mean().backward()
+    discriminator.requires_grad_(True)
+    optimizer.step()
 
 
 # ---- the proof -----------------------------------------------------------------------
-REMEDIES = {
-    "one call": (one_call, {}),
-    "broadcast_buffers=False": (two_calls, {"broadcast_buffers": False}),
-    "backward twice": (backward_twice, {}),
-}
+def step_first(discriminator, d_optimizer, g_optimizer, real, fake):
+    discriminator_step(discriminator, d_optimizer, real, fake)
+    generator_step(discriminator.module, g_optimizer, fake)
 
 
-class Sent(TorchDispatchMode):
-    """Inside `with`, count the bytes given to all-reduces, not those on the wire."""
+def losses_first(discriminator, d_optimizer, g_optimizer, real, fake, freeze=False):
+    on_real, on_fake = discriminator(real), discriminator(fake.detach())
+    loss = softplus(-on_real).mean() + softplus(on_fake).mean()
+    discriminator.requires_grad_(not freeze)
+    g_optimizer.zero_grad()
+    softplus(-discriminator.module(fake)).mean().backward()
+    discriminator.requires_grad_(True)
+    d_optimizer.zero_grad()
+    loss.backward()
+    d_optimizer.step()
+    g_optimizer.step()
 
-    bytes = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "allreduce" in str(function):
-            self.bytes += sum(tensor.nbytes for tensor in args[0])
-        return function(*args, **(kwargs or {}))
+def losses_first_frozen(*arguments):
+    losses_first(*arguments, freeze=True)
 
 
-def make_networks():
+def make_networks(norm=nn.Identity):
     """Return a generator and a discriminator, with the same weights each time."""
     torch.manual_seed(0)
-    pair = nn.ModuleList()
-    for inputs, outputs in ((8, 4), (4, 1)):
-        hidden = nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.SiLU()
-        pair.append(nn.Sequential(*hidden, nn.Linear(16, outputs)))
-    return pair
+    return [
+        nn.Sequential(nn.Linear(n, 16), norm(16), nn.SiLU(), nn.Linear(16, outputs))
+        for n, outputs in ((8, 4), (4, 1))
+    ]
 
 
-def train(discriminator_loss, generator, discriminator, ranks):
-    """Take 10 steps on the samples of these ranks."""
-    g_optimizer = torch.optim.SGD(generator.parameters(), 0.1)
-    d_optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)
+def train(take_steps, group, norm=nn.Identity, **options):
+    """Take 10 steps; return the weights of the discriminator, then of the generator.
+
+    group: of all ranks, or of this one alone, which then takes all samples.
+    """
+    networks = make_networks(norm)
+    generator = DistributedDataParallel(networks[0], process_group=group)
+    options["process_group"] = group
+    discriminator = DistributedDataParallel(networks[1], **options)
+    g_optimizer, d_optimizer = (torch.optim.SGD(n.parameters(), 0.1) for n in networks)
     for step in range(10):
         torch.manual_seed(step)
-        real, noise = torch.randn(dist.get_world_size(), 8, 12).split((4, 8), dim=2)
-        d_optimizer.zero_grad()
-        for rank in ranks:
-            with torch.no_grad():
-                fake = generator(noise[rank])
-            discriminator_loss(discriminator, real[rank], fake).backward()
-        average(discriminator, len(ranks))
-        d_optimizer.step()
-        g_optimizer.zero_grad()
-        discriminator.requires_grad_(False)  # its own gradient is not needed here
-        for rank in ranks:
-            generator_loss(discriminator, generator(noise[rank])).backward()
-        discriminator.requires_grad_(True)
-        average(generator, len(ranks))
-        g_optimizer.step()
+        samples = torch.randn(8 * dist.get_world_size(), 12)
+        real, noise = samples[group.rank() :: group.size()].split((4, 8), dim=1)
+        take_steps(discriminator, d_optimizer, g_optimizer, real, generator(noise))
+    weights = [each for n in reversed(networks) for each in n.parameters()]
+    return nn.utils.parameters_to_vector(weights).detach()
 
 
-def average(network, count):
-    """Divide a gradient, which is the sum of so many, as DDP divides it."""
-    for weight in network.parameters():
-        weight.grad /= count
+def ranks_differ(weights):
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    return any((other - weights).abs().max() > 1e-10 for other in others)
 
 
 def main():
@@ -121,26 +113,26 @@ def main():
         dist.init_process_group("gloo")
     torch.set_default_device(device)
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
-    for name, (discriminator_loss, options) in REMEDIES.items():
-        generator, discriminator = ours = make_networks()
-        with Sent() as sent:
-            train(
-                discriminator_loss,
-                DistributedDataParallel(generator),
-                DistributedDataParallel(discriminator, **options),
-                [dist.get_rank()],
-            )
-        # One process with all samples, which also normalizes each rank's separately.
-        one = make_networks()
-        train(discriminator_loss, *one, range(dist.get_world_size()))
-        weights, expected = list(ours.parameters()), list(one.parameters())
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
-        assert sent.bytes == 10 * sum(weight.nbytes for weight in weights)
+    together, (alone, _) = dist.group.WORLD, dist.new_subgroups(group_size=1)
+    for name, take_steps in {
+        "the discriminator's step first": step_first,
+        "both losses first": losses_first,
+        "both losses first, frozen": losses_first_frozen,
+    }.items():
+        weights = train(take_steps, together)
+        differ = ranks_differ(weights)
+        equal = (weights - train(take_steps, alone)).abs().max().item() < 1e-10
+        wrong = take_steps is losses_first and dist.get_world_size() > 1
+        assert (equal, differ) == (not wrong, wrong)
         if dist.get_rank() == 0:
-            equal = "weights after 10 steps equal those of one process"
-            print(f"{name}: {equal}", flush=True)
+            text = f"equal to one process: {equal}, ranks differ: {differ}"
+            print(f"{name}: {text}", flush=True)
+    option = {"broadcast_buffers": False}
+    weights = train(losses_first_frozen, together, nn.BatchNorm1d, **option)
+    assert not (differ := ranks_differ(weights))
     if dist.get_rank() == 0:
-        print(f"{sent.bytes} bytes sent each time: in each step both gradients, once")
+        text = "batch norm, two calls, one backward pass, broadcast_buffers=False"
+        print(f"{text}: ranks differ: {differ}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ with 20 samples weighs as much as that of a rank with 40: a sample of the first 
 counts twice as much. Multiply each rank's mean loss by its number of samples times the
 number of ranks, divided by the global batch. The gradient is then the one of a single
 process with all 60 samples. Cut each global batch into shares, for instance with a
-batch sampler as below; every rank needs the same number of batches.
+batch sampler as below; every rank needs the same number of batches. With class weights
+it is not the samples that count: see class_weights.py.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/unequal_gpus.py
 samples per rank and step: [20, 40]
