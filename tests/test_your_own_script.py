@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import os
 import re
 import shutil
 import signal
@@ -178,18 +179,17 @@ def test_a_batch_that_cannot_be_divided(script, tmp_path):
 def launch_in_forks(command, env, **_):
     """Do as check_yours.py's subprocess.run does, without launchers."""
     words = ["torchrun", *command[command.index("--standalone") :]]
+    variables = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", "CHECK_YOURS")}
     options = {"code": None, "forks": True, "cwd": Path.cwd()}
-    return harness.run(
-        words, CUDA_VISIBLE_DEVICES=env["CUDA_VISIBLE_DEVICES"], **options
-    )
+    return harness.run(words, **variables, **options)
 
 
-def check(folder, monkeypatch, capsys):
+def check(folder, monkeypatch, capsys, command=CHECK):
     """Run check_yours.py in a folder, in forks; return its exit code and its lines."""
     program = load_program(FOLDER / "check_yours.py")
     program.subprocess = types.SimpleNamespace(run=launch_in_forks)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", CHECK.split()[1:])
+    monkeypatch.setattr(sys, "argv", command.split()[1:])
     try:
         program.main()
         code = 0
@@ -264,14 +264,31 @@ def test_check_yours_puts_back_weights_that_were_there(tmp_path, monkeypatch, ca
     assert aside.read_text() == "mine" and not weights.exists()
 
 
+def test_check_yours_starts_a_script_without_a_seed_from_the_same_weights(
+    tmp_path, monkeypatch, capsys
+):
+    """On as many processes as it is told to."""
+    text = AFTER.read_text().replace("torch.manual_seed(0)", "pass")
+    assert "manual_seed(0)" not in text
+    (tmp_path / "after.py").write_text(text)
+    command = CHECK.replace(" after.py", " --processes=1,2 after.py")
+    code, lines = check(tmp_path, monkeypatch, capsys, command)
+    assert code == 0 and lines[2] == "equal except for rounding"
+    # but not if each rank draws data of its own
+    drawn = ("make_dataset(3007, seed=1)", "make_dataset(3007, seed=torch.seed())")
+    (tmp_path / "after.py").write_text(text.replace(*drawn))
+    assert check(tmp_path, monkeypatch, capsys, command)[0] == 1
+
+
 def test_check_yours_turns_dropout_off():
-    """In a fork: it changes torch.nn.functional."""
+    """In a fork: it changes torch.nn."""
     harness.call_in_forks(compute_without_dropout, [()])
 
 
 def compute_without_dropout():
     program = load_program(FOLDER / "check_yours.py")
     program.runpy = types.SimpleNamespace(run_path=lambda *_, **__: None)
+    os.environ["RANK"] = "0"
     program.run_exactly("after.py", [])
     x = torch.ones(2, 8, 16)
     for module in (nn.Dropout(0.9), nn.Dropout1d(0.9), nn.AlphaDropout(0.9)):
@@ -279,12 +296,36 @@ def compute_without_dropout():
     attention = nn.MultiheadAttention(16, 2, dropout=0.9)
     first, second = (attention(x, x, x, need_weights=False)[0] for _ in range(2))
     assert torch.equal(first, second)
+    for rnn in (nn.LSTM(16, 16, 2, dropout=0.9), nn.GRU(16, 16, 2, False, False, 0.9)):
+        assert torch.equal(rnn(x)[0], rnn(x)[0])
 
 
 def test_check_yours_without_a_script(tmp_path):
     command = ["python", FOLDER / "check_yours.py", "missing.py"]
     done = harness.run(command, tmp_path, code=2)
     assert done.stderr == "there is no file missing.py\n"
+
+
+@pytest.mark.release
+def test_check_yours_passes_on_flags_that_torchrun_refuses(tmp_path):
+    script = "import sys, torch\n"
+    script += "torch.save({'n': torch.tensor(float(sys.argv[1][4:]))}, 'model.pt')\n"
+    (tmp_path / "script.py").write_text(script)
+    words = ["python", FOLDER / "check_yours.py", "--processes=1,1", "script.py"]
+    done = harness.run([*words, "--n=48"], tmp_path, cwd=tmp_path)
+    assert "largest difference 0.0e+00, in n" in done.stdout
+
+
+@pytest.mark.parametrize("processes", ["1", "0,1", "1,two"])
+def test_check_yours_on_processes_that_cannot_be_compared(processes, tmp_path):
+    words = [
+        "python",
+        FOLDER / "check_yours.py",
+        f"--processes={processes}",
+        "after.py",
+    ]
+    said = harness.run(words, tmp_path, code=2).stderr.splitlines()[-1]
+    assert said.endswith(f"'{processes}' is not a list such as 1,2,3")
 
 
 # ---- from DDP to FSDP2 ---------------------------------------------------------------

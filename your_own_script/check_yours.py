@@ -2,24 +2,29 @@
 
     python check_yours.py after.py --noise=0
 
-Starts SCRIPT with torchrun, with the flags that follow it, on 1, 2 and 3 processes. It
-runs on the CPU, in float64, without dropout. Each run has to write its weights, with
-torch.save, to the same file: model.pt, or what --weights=FILE before SCRIPT names. A
-file of that name is moved aside and put back. The exit code is 0 if the weights are
-equal except for rounding, otherwise 1.
+Starts SCRIPT with torchrun, with the flags that follow it, on 1, 2 and 3 processes, or
+on those that --processes=1,2 before SCRIPT names. It runs on the CPU, in float64,
+without dropout. Each run has to write its last weights, with torch.save, to the same
+file: model.pt, or what --weights=FILE before SCRIPT names. A file of that name is moved
+aside and put back. The exit code is 0 if the weights are equal except for rounding,
+otherwise 1.
 """
 
 import argparse
 import contextlib
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional
 
+OURS = "CHECK_YOURS"  # the variable that has the script and its flags
 ROUNDING = 1e-9  # in float64; see the page for what was measured
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
@@ -37,6 +42,16 @@ def run_exactly(script, flags):
         return attention(q, k, v, attn_mask, dropout_p, *others, **options)
 
     functional.scaled_dot_product_attention = without_dropout
+    make_rnn = nn.RNNBase.__init__
+
+    def without_dropout_between_layers(rnn, *arguments, **options):
+        make_rnn(rnn, *arguments, **options)
+        rnn.dropout = 0.0
+
+    nn.RNNBase.__init__ = without_dropout_between_layers
+    # For a script without a seed: each run begins with the same weights, rank 0's. Data
+    # that each rank draws for itself still differ.
+    torch.manual_seed(int(os.environ["RANK"]))
     sys.path[0] = str(Path(script).resolve().parent)  # as if it had been started itself
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
@@ -49,8 +64,9 @@ def train(processes, script, flags, weights):
     """
     weights.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", __file__, "--exactly", script, *flags]
+    command += [f"--nproc-per-node={processes}", __file__]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment[OURS] = json.dumps([script, flags])  # torchrun refuses some flags
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror: " in line]
@@ -109,21 +125,25 @@ def shapes(weights):
     return {name: weight.shape for name, weight in weights.items()}
 
 
+def numbers(text):
+    """Return the numbers of a list such as 1,2,3."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,3")
+    return [int(number) for number in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--weights", type=Path, default=Path("model.pt"))
-    parser.add_argument("--exactly", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=numbers, default=[1, 2, 3])
     parser.add_argument("script")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not Path(args.script).is_file():
         parser.exit(2, f"there is no file {args.script}\n")
-    if args.exactly:
-        run_exactly(args.script, args.flags)
-        return
     runs, lines, equal = [], [], True
     with put_aside(args.weights):
-        for processes in (1, 2, 3):
+        for processes in args.processes:
             print(f"{processes} process{'es' * (processes > 1):4}", end="", flush=True)
             done = train(processes, args.script, args.flags, args.weights)
             if done is None:
@@ -144,4 +164,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if OURS in os.environ:
+        run_exactly(*json.loads(os.environ.pop(OURS)))
+    else:
+        main()
