@@ -77,6 +77,8 @@ BREAKS = {
         "ema.update_parameters(model)",
         "ema.update_parameters(model) if dist.get_rank() == 0 else None",
     ),
+    "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
+    "global_mean_std.py": Break("dist.all_reduce(squares)", "pass"),
     "huge_eval_outputs.py": Break(
         "gathered[indices] = rows", "gathered[: len(rows)] = rows"
     ),
@@ -86,6 +88,7 @@ BREAKS = {
         "[name.encode() for name in names]",
     ),
     "logging_rank0.py": Break("dist.all_reduce(sums)", "sums = sums.clone()"),
+    "memory_queue.py": Break("torch.stack(parts, 1).flatten(0, 1)", "torch.cat(parts)"),
     "metrics_torchmetrics.py": Break(
         "values, sizes = evaluate(shard, device)",
         "values, sizes = evaluate(shard, device, sync_on_compute=False)",
