@@ -263,6 +263,7 @@ def test_the_start_waits_for_the_late_pod(late, pods, command):
             assert_met(early, job)
 
 
+@pytest.mark.release
 def test_the_name_of_the_first_pod_can_be_late(pods, command):
     line = on_one_cpu(command, MEET)
     with pods.start(1, line) as first, pods.start(2, line) as second:

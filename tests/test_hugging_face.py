@@ -455,6 +455,7 @@ def test_adapters_are_equal_on_any_number_of_processes(processes, flags, adapted
     assert last < first
 
 
+@pytest.mark.release
 def test_adapters_of_peft_are_ours(adapted):
     _, screen, weights = adapted(2)
     _, by_peft_screen, by_peft = adapted(2, "--peft")

@@ -216,6 +216,7 @@ def test_every_part_of_the_gpu_half_runs(tmp_path):
     assert "failed" not in probed and "left out" not in probed
 
 
+@pytest.mark.release
 def test_the_tests_of_the_gpu_half_need_no_jupyter(tmp_path):
     """All of them are collected where what may be missing is missing."""
     wanted = [f"tests/test_{name}.py" for names in gpu.TESTS.values() for name in names]
