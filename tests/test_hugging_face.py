@@ -492,6 +492,7 @@ def test_peft_loads_the_adapters(pretrained, tmp_path):
     assert f"generated: {' '.join(map(str, text.tolist()))}" in screen
 
 
+@pytest.mark.release
 def test_adapters_are_resumed(pretrained, adapted, tmp_path):
     flags = ("--checkpoint-dir=checkpoints",)
     train(LORA, pretrained("llama"), 2, tmp_path, *flags, "--epochs=1")

@@ -151,6 +151,7 @@ def files(folder):
 def nbval(notebook, compare=True):
     """Run nbval on a notebook, comparing its outputs with the stored ones."""
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "no:hypothesispytest"]  # which takes a second to import
     command += ["-o", "addopts=", "--nbval-current-env", "--nbval-cell-timeout=1500"]
     command += ["--nbval" if compare else "--nbval-lax"]
     command += ["--nbval-sanitize-with", SANITIZE, notebook]
@@ -280,6 +281,7 @@ def test_a_failing_child_fails_its_cell(tmp_path):
 
 # ---- how they are stored -------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.release
 def test_rebuilding_changes_nothing(clean_copy):
     """Two runs of a process, a plot and an error give two equal files."""
     notebook = clean_copy / "notebook.ipynb"

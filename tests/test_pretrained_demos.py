@@ -84,6 +84,7 @@ def said(name, answer, check, folder):
     return (folder / "said").read_text().splitlines()[-1]
 
 
+@pytest.mark.release  # as are these two notebooks
 @pytest.mark.parametrize("name, n", NUMBERED)
 def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
     check = tagged(name, "check")[n]

@@ -52,7 +52,7 @@ class Held(TorchDispatchMode):
 
     def __init__(self, model, tensors):
         super().__init__()
-        self.model, self.storages, self.kinds = model, {}, {}
+        self.model, self.storages, self.kinds, self.grown = model, {}, {}, False
         self.most = Counter()
         self.see(local(tensors))
 
@@ -64,11 +64,15 @@ class Held(TorchDispatchMode):
                 if known is None:  # new, perhaps with the number of one that is gone
                     self.storages[id(storage)] = weakref.ref(storage)
                     self.kinds.pop(id(storage), None)
+                    self.grown = True
                 if kind:
                     self.kinds[id(storage)] = kind
+                    self.grown = True  # FSDP gives gathered weights their memory again
 
     def count(self):
-        alive = Counter()
+        if not self.grown:  # a view, for instance; counting them all takes long
+            return
+        self.grown, alive = False, Counter()
         for key, reference in list(self.storages.items()):
             storage = reference()
             if storage is None:
