@@ -5,7 +5,9 @@ but by the sum of their weights, and with `ignore_index` by the samples that cou
 differ from rank to rank, and DDP averages the ranks as equals. Take the sum of the
 losses, all-reduce the divisor, and multiply by the number of ranks, because DDP divides
 by it. For the metrics all-reduce both sums, and then divide. The same holds for every
-loss that is divided by something else than the number of samples, a mask's sum say.
+loss that is divided by something else than the number of samples, a mask's sum say. If
+the divisor is clamped, as in max(1, n), clamp the sum of all ranks. Do not evaluate
+with `global_mean`, because there the ranks may have different numbers of batches.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/class_weights.py
 divided by the divisor of all ranks: equal to one process: True

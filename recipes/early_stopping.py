@@ -3,8 +3,10 @@
 If each rank decides from its own validation shard's loss, one rank stops, and the
 others wait in their next collective until the timeout: gloo then raises "Timed out
 waiting", and nccl's watchdog ends the process ("Watchdog caught collective operation
-timeout"). Base the decision on a number that all ranks share, such as an all-reduced
-loss. If ranks may disagree, as about the time left, broadcast rank 0's decision.
+timeout"). With gloo they get "Connection closed by peer" if the process that stopped
+ends before that. Base the decision on a number that all ranks share, such as an
+all-reduced loss. If ranks may disagree, as about the time left, or if only rank 0 has
+the number, broadcast rank 0's decision.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/early_stopping.py
 by_all_shards: ended in epochs [6, 6], timed out: [False, False]

@@ -2,10 +2,10 @@
 
 A DataLoader takes one sampler, and a WeightedRandomSampler ignores the ranks: each one
 draws a whole epoch for itself, and with the same seed all of them draw the same. Let
-all ranks make the same draws, from generators with the same seed, and let each take
-every n-th of them, as `DistributedSamplerWrapper` does for any sampler with a
-generator. If the number of ranks divides the global batch, each global batch is the one
-of a single process.
+all ranks make the same draws, with the same weights and from generators with the same
+seed, and let each take every n-th of them, as `DistributedSamplerWrapper` does for any
+sampler with a generator. If the number of ranks divides the global batch, each global
+batch is the one of a single process.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/weighted_sampler.py
 data set: 900, 90 and 10 samples of the classes 0, 1 and 2

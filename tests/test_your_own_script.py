@@ -229,8 +229,9 @@ def test_check_yours_finds_that_the_weights_are_equal(
         ),
         (('"model.pt"', '"another.pt"'), "1 process +failed: it wrote no model.pt"),
         (("main()\n    gc", "man()\n    gc"), "1 process +failed: NameError: .*"),
+        (("save(model.state_dict()", "save(model"), "1 process +failed: .*more than.*"),
     ],
-    ids=["the bare model is trained", "another file", "an error"],
+    ids=["the bare model is trained", "another file", "an error", "a whole model"],
 )
 def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
     text = AFTER.read_text()

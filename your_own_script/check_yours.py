@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -75,7 +76,11 @@ def train(processes, script, flags, weights):
     if not weights.exists():
         print(f"failed: it wrote no {weights}")
         return None
-    state = torch.load(weights, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        print(f"failed: {weights} has more than weights; write model.state_dict()")
+        return None
     *_, last = ["", *filter(str.strip, done.stdout.splitlines())]
     return flatten(state), last
 

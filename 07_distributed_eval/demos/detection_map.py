@@ -1,4 +1,4 @@
-"""Evaluate a detector on shards: match boxes on each rank, rank them all on rank 0.
+"""Evaluate a detector on shards: match boxes on each rank, and rank them all together.
 
 torchrun --standalone --nproc-per-node=2 07_distributed_eval/demos/detection_map.py
 """
@@ -13,17 +13,17 @@ IMAGES, CLASSES = 40, 3
 def make_image(index):
     """Return made-up objects, and what a detector finds, with its scores.
 
-    Both are boxes and classes. Image i has 1 + i % 4 objects; the detector finds a box
-    near each of them, with a higher score on average, and as many wrong ones.
+    Both are boxes and classes. Image i has i % 4 objects; the detector finds a box
+    near each of them, with a higher score on average, and two wrong ones.
     """
     generator = torch.Generator().manual_seed(index)
-    objects = 1 + index % 4
-    corners = 100 * torch.rand(2 * objects, 2, generator=generator)
+    objects = index % 4
+    corners = 100 * torch.rand(objects + 2, 2, generator=generator)
     squares = torch.cat([corners, corners + 30], 1)
-    classes = torch.randint(CLASSES, (2 * objects,), generator=generator)
-    scores = torch.rand(2 * objects, generator=generator)
+    classes = torch.randint(CLASSES, (objects + 2,), generator=generator)
+    scores = torch.rand(objects + 2, generator=generator)
     scores[:objects] += 0.3
-    found = squares + 3 * torch.randn(2 * objects, 4, generator=generator)
+    found = squares + 3 * torch.randn(objects + 2, 4, generator=generator)
     return (squares[:objects], classes[:objects]), (found, classes, scores)
 
 
@@ -36,20 +36,23 @@ def match(index):
     (boxes, classes), (found, found_classes, scores) = make_image(index)
     overlap = box_iou(found, boxes)
     overlap[found_classes[:, None] != classes] = 0
-    rows = []
-    for detection in scores.argsort(descending=True).tolist():
+    hits = torch.zeros(len(found))
+    for detection in scores.argsort(descending=True).tolist() if len(boxes) else ():
         best, chosen = overlap[detection].max(0)
-        hit = best >= 0.5
-        if hit:
+        if best >= 0.5:
+            hits[detection] = 1
             overlap[:, chosen] = 0  # an object is hit once
-        rows.append((found_classes[detection], scores[detection], hit))
-    return classes.bincount(minlength=CLASSES), torch.tensor(rows)
+    rows = torch.stack([found_classes, scores, hits], 1)
+    return classes.bincount(minlength=CLASSES), rows
 
 
 def mean_average_precision(objects, detections):
-    """Return the mean over the classes of the area below precision over recall."""
+    """Return the mean over the classes of the area below precision over recall.
+
+    A class without objects has none.
+    """
     areas = []
-    for number in range(CLASSES):
+    for number in objects.nonzero().flatten():
         rows = detections[detections[:, 0] == number]
         hits = rows[rows[:, 1].argsort(descending=True), 2]
         precision = hits.cumsum(0) / torch.arange(1, len(hits) + 1)
@@ -71,10 +74,10 @@ def main():
     dist.all_reduce(mean)
     mean /= world_size
 
-    shards = [None] * world_size if rank == 0 else None
-    dist.gather_object(shard, shards, dst=0)  # the shards differ in length
+    shards = [None] * world_size
+    dist.all_gather_object(shards, shard)  # the shards differ in length
+    gathered = mean_average_precision(*combine(shards))  # on all ranks, to decide by it
     if rank == 0:
-        gathered = mean_average_precision(*combine(shards))
         alone = mean_average_precision(*combine(map(match, range(IMAGES))))
         assert torch.isclose(gathered, alone) and abs(mean - alone) > 1e-3
         print("detections of each rank:", [len(detections) for _, detections in shards])
