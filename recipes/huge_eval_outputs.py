@@ -2,10 +2,11 @@
 
 Give rank r the samples r, r + n, r + 2 n and so on. If each sample has one row, such as
 its logits, and the rows of all samples fit on one device, every rank writes its rows
-into a tensor of zeros, and one `reduce` adds them up on rank 0. If they do not fit, or
-the lengths differ, every rank writes a file, and rank 0 reads the files in turn. Opened
-with `mmap=True`, they stay on the disk until a row is read. On several machines the
-files have to be in a folder that all of them share.
+into a tensor of zeros, and one `reduce` adds them up on rank 0 (`all_reduce`: on all
+ranks, for an index that all of them search, say). If they do not fit, or the lengths
+differ, every rank writes a file, and rank 0 reads the files in turn. Opened with
+`mmap=True`, they stay on the disk until a row is read. On several machines the files
+have to be in a folder that all of them share.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/huge_eval_outputs.py
 97 rows of logits, gathered in order: equal to one process's

@@ -2,12 +2,13 @@
 
 A plain IterableDataset is not sharded: every worker of every rank reads all of it, and
 a DataLoader accepts no sampler for it. Let each worker skip the others' samples, in an
-order that is the same in all processes. Libraries have this built in: Hugging Face's
-`split_dataset_by_node`, WebDataset's `split_by_node`. The ranks can then have different
-numbers of batches. Stop the training of all of them together: the extra batches are
-lost, and a small all-reduce per step tells every rank whether all have a batch. An
-evaluation needs no such stop: there each rank takes all its batches, with the model
-without the wrapper, and at the end sums and counts are all-reduced.
+order that is the same in all processes. Remove what your stream divides by itself, with
+`get_worker_info` say: it would be divided twice. Libraries have this built in: Hugging
+Face's `split_dataset_by_node`, WebDataset's `split_by_node`. The ranks can then have
+different numbers of batches. Stop the training of all of them together: the extra
+batches are lost, and a small all-reduce per step tells every rank whether all have a
+batch. An evaluation needs no such stop: there each rank takes all its batches, with the
+model without the wrapper, and at the end sums and counts are all-reduced.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/iterable_dataset.py
 Stream: every sample is read 4 time(s)

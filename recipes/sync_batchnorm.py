@@ -57,9 +57,11 @@ class BatchNormOfAllRanks(nn.BatchNorm1d):
         variance = Sum.apply((inputs - mean).square().sum(0)) / count
         with torch.no_grad():
             unbiased = variance * count / (count - 1)
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(unbiased, self.momentum)
             self.num_batches_tracked += 1
+            share = self.momentum  # None: the mean of all batches, as for update_bn
+            share = 1 / self.num_batches_tracked.item() if share is None else share
+            self.running_mean.lerp_(mean, share)
+            self.running_var.lerp_(unbiased, share)
         normalized = (inputs - mean) / (variance + self.eps).sqrt()
         return normalized * self.weight + self.bias
 
