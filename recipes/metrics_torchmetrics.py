@@ -5,7 +5,9 @@ counts some samples twice, so that all ranks have equally many. Give each rank a
 without padding, and let torchmetrics combine the ranks' states in compute(), which is
 collective: all ranks call it. F1 keeps a few counts, but AUROC and average precision
 (over classes, not detection's) keep every score and label, and every rank gathers all
-of them, unless `thresholds` bounds this memory and makes the values approximate.
+of them, unless `thresholds` bounds this memory and makes the values approximate. Pass
+probabilities: for other scores torchmetrics decides anew in each `update`, by the
+values of that batch, whether to apply a sigmoid, and then the order is wrong.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/metrics_torchmetrics.py
 shards: F1 0.5454, AUROC 0.7409, average precision 0.6242

@@ -215,6 +215,14 @@ def test_a_variable_that_is_ready_twice():
 
 
 @pytest.mark.usefixtures("group")
+def test_a_static_graph_whose_first_step_begins_under_no_sync():
+    ((see, *_),) = [row for row in rows() if "expect_autograd_hooks_" in row[0]]
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    with wrapped.no_sync(), pytest.raises(RuntimeError, match=see.strip("`")):
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("group")
 def test_a_model_that_is_not_on_the_gpu_that_is_named():
     ((see, *_),) = [row for row in rows() if "device_ids and output" in row[0]]
     (words,) = re.findall(r"`([^`]+)`", see)

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import math
 import os
 import re
 import shutil
@@ -252,6 +253,23 @@ def test_check_yours_shows_metrics_that_differ(tmp_path, monkeypatch, capsys):
     at = lines.index("the last lines of the runs:")
     assert lines[at - 1] == "equal except for rounding"
     assert len(set(lines[at + 1 :])) == len(lines[at + 1 :]) == 3
+
+
+@pytest.mark.parametrize(
+    "other, says, equal",
+    [
+        (math.nan, "largest difference nan, in b", False),
+        (0.0, "bit for bit: has anything been trained", True),
+        (1e-12, "largest difference 1.0e-12, in b", True),
+        (1e-6, "largest difference 1.0e-06, in b", False),
+    ],
+)
+def test_check_yours_compares(other, says, equal, capsys):
+    compare = load_program(FOLDER / "check_yours.py").compare
+    zero = torch.zeros(2, dtype=torch.float64)
+    theirs = {"a": zero, "b": zero + torch.tensor([0.0, other])}
+    assert compare({"a": zero, "b": zero}, theirs) == equal
+    assert says in capsys.readouterr().out
 
 
 def test_check_yours_puts_back_weights_that_were_there(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ import re
 import runpy
 import subprocess
 import sys
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -103,9 +104,14 @@ def compare(one, other):
         print("different names or shapes of weights")
         return False
     differences = {name: (one[name] - other[name]).abs().max().item() for name in one}
-    name = max(differences, key=differences.get)
+    # one that is not a number is the largest, and is no rounding
+    name = max(
+        differences, key=lambda name: (isnan(differences[name]), differences[name])
+    )
     print(f"largest difference {differences[name]:.1e}, in {name}")
-    return differences[name] <= ROUNDING  # False if it is not a number
+    if differences[name] == 0:
+        print("           bit for bit: has anything been trained?")
+    return differences[name] <= ROUNDING
 
 
 @contextlib.contextmanager
@@ -113,9 +119,8 @@ def put_aside(file):
     """Move a file aside, and put it back at the end."""
     aside = file.with_name(f"{file.name}.aside")
     if aside.exists():
-        print(
-            f"{aside}: a check was killed. Move it back, or remove it", file=sys.stderr
-        )
+        says = "a check was killed, or runs. Move it back, or remove it"
+        print(f"{aside}: {says}", file=sys.stderr)
         sys.exit(2)
     if file.exists():
         file.rename(aside)

@@ -354,6 +354,7 @@ def sync_left_off():
     get_loss(model).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert len(losses) == 1 and norm == 0
+    assert not hasattr(norm, "full_tensor")  # a plain tensor
     tell("    no error; the loss is constant, and the norm of the gradient is 0")
 
 
