@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import update_bn
 
 
 # ---- the lines to copy, for GPUs -----------------------------------------------------
@@ -58,8 +59,9 @@ class BatchNormOfAllRanks(nn.BatchNorm1d):
         with torch.no_grad():
             unbiased = variance * count / (count - 1)
             self.num_batches_tracked += 1
-            share = self.momentum  # None: the mean of all batches, as for update_bn
-            share = 1 / self.num_batches_tracked.item() if share is None else share
+            share = self.momentum
+            if share is None:  # the mean of all batches, which update_bn wants
+                share = 1 / self.num_batches_tracked.item()
             self.running_mean.lerp_(mean, share)
             self.running_var.lerp_(unbiased, share)
         normalized = (inputs - mean) / (variance + self.eps).sqrt()
@@ -86,6 +88,13 @@ def train(called, model, first, every):
     return model.state_dict()
 
 
+def statistics(layer, first, every):
+    """Return a layer's state after update_bn has seen parts of batches."""
+    torch.manual_seed(0)
+    update_bn([torch.randn(24, 8)[first::every] for _ in range(5)], layer)
+    return layer.state_dict()
+
+
 def largest_difference(state, other):
     return max((state[name] - other[name]).abs().max().item() for name in state)
 
@@ -109,6 +118,9 @@ def main():
         trained = train(DistributedDataParallel(model), model, rank, world_size)
         equal = largest_difference(trained, expected) < 1e-10
         assert equal == (world_size == 1 or batch_norm is BatchNormOfAllRanks)
+        shards = statistics(batch_norm(8), rank, world_size)
+        whole = statistics(nn.BatchNorm1d(8), 0, 1)
+        assert equal == (largest_difference(shards, whole) < 1e-10)
         if rank == 0:
             text = "equal to one process with the global batch"
             print(f"batch norm {name}: {text}: {equal}", flush=True)

@@ -37,7 +37,8 @@ def match(index):
     overlap = box_iou(found, boxes)
     overlap[found_classes[:, None] != classes] = 0
     hits = torch.zeros(len(found))
-    for detection in scores.argsort(descending=True).tolist() if len(boxes) else ():
+    order = scores.argsort(descending=True).tolist()
+    for detection in order if len(boxes) else []:  # without objects, nothing is hit
         best, chosen = overlap[detection].max(0)
         if best >= 0.5:
             hits[detection] = 1
