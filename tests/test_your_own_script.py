@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,18 +222,45 @@ def test_check_yours_finds_that_the_weights_are_equal(
     assert shown == page[page.index(f"$ {CHECK}") + 1 :][:5]
 
 
+NOT_CONVERTED = (
+    "batch_size=local_batch_size, sampler=sampler, drop_last=True",
+    "args.batch_size, True, generator=torch.Generator().manual_seed(0), drop_last=True",
+)
+NO_WRAPPER = ("ddp_model = DistributedDataParallel(model)", "ddp_model = model")
+LOOP = "    for epoch in range(1,"
+
+
+def on_rank_1(code):
+    """Return the change that has rank 1 execute code before it trains."""
+    return LOOP, f"    if rank == 1:\n        {code}\n{LOOP}"
+
+
 @pytest.mark.parametrize(
     "mistake, seen",
     [
+        (NOT_CONVERTED, "2 processes +failed: ranks train on the same samples; .*"),
+        (NO_WRAPPER, "2 processes +failed: no model was trained in Distributed.*"),
         (
-            ("train_one_epoch(ddp_model", "train_one_epoch(model"),
+            on_rank_1("raise SystemExit('no data')"),
+            "2 processes +failed: rank 1: no data",
+        ),
+        (
+            on_rank_1("ddp_model(torch.ones(1, 2)).sum().backward()"),
+            "2 processes +failed: rank [01]: .*distributed collective mismatch.*",
+        ),
+        (
+            ("train_one_epoch(ddp_model", "train_one_epoch(ddp_model.module"),
+            "2 processes +failed: no model was trained in Distributed.*",
+        ),
+        (
+            ("args.batch_size // world_size", "args.batch_size"),
             r"2 processes +largest difference \d\.\de[+-]0\d, in .*",
         ),
+        (("model.state_dict()", "{}"), "1 process +failed: model.pt has no weights.*"),
         (('"model.pt"', '"another.pt"'), "1 process +failed: it wrote no model.pt"),
-        (("main()\n    gc", "man()\n    gc"), "1 process +failed: NameError: .*"),
+        (("main()\n    gc", "man()\n    gc"), "1 process +failed: .* NameError: .*"),
         (("save(model.state_dict()", "save(model"), "1 process +failed: .*more than.*"),
     ],
-    ids=["the bare model is trained", "another file", "an error", "a whole model"],
 )
 def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
     text = AFTER.read_text()
@@ -242,6 +270,15 @@ def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
     assert code == 1
     assert any(re.fullmatch(seen, line) for line in lines), lines
     assert "not shown to be equal" in lines
+    one_failed = any("failed" in line for line in lines)
+    assert not (one_failed and any("of each run" in line for line in lines))
+    assert [path.name for path in tmp_path.glob("*.pt*")] in ([], ["another.pt"])
+
+
+def test_check_yours_reads_output_of_any_encoding(tmp_path, monkeypatch, capsys):
+    change = (LOOP, f"    os.write(1, b'\\xe9\\xff\\n')\n{LOOP}")
+    replace_once(AFTER, change, target=tmp_path / "after.py")
+    assert check(tmp_path, monkeypatch, capsys)[0] == 0
 
 
 def test_check_yours_shows_metrics_that_differ(tmp_path, monkeypatch, capsys):
@@ -308,7 +345,8 @@ def compute_without_dropout():
     program = load_program(FOLDER / "check_yours.py")
     program.runpy = types.SimpleNamespace(run_path=lambda *_, **__: None)
     os.environ["RANK"] = "0"
-    program.run_exactly("after.py", [])
+    with tempfile.TemporaryDirectory() as folder:
+        program.run_exactly("after.py", [], folder)
     x = torch.ones(2, 8, 16)
     for module in (nn.Dropout(0.9), nn.Dropout1d(0.9), nn.AlphaDropout(0.9)):
         assert torch.equal(module(x), x)
@@ -462,14 +500,13 @@ LINES = {
         'with torch.device("meta")',
         "AutoModelForCausalLM.from_config(",
         "fully_shard(block, **options)",
-        "fully_shard(embedding, **options)",
-        "fully_shard(head, reshard_after_forward=False, **options)",
+        "fully_shard(each, reshard_after_forward=each is not head, **options)",
         "fully_shard(model, **options)",
         "MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)",
         "model.to_empty(device=device)",
         "for name, tensor in model.state_dict().items():",
         "dcp.HuggingFaceStorageReader(args.model)",
-        "model._init_weights(module)",
+        "model.initialize_weights()",
         "dist.all_reduce(tokens)",
         "(loss_sum * dist.get_world_size() / tokens).backward()",
         "dist.all_reduce(most, dist.ReduceOp.MAX)",

@@ -6,12 +6,14 @@ Starts SCRIPT with torchrun, with the flags that follow it, on 1, 2 and 3 proces
 on those that --processes=1,2 before SCRIPT names. It runs on the CPU, in float64,
 without dropout. Each run has to write its last weights, with torch.save, to the same
 file: model.pt, or what --weights=FILE before SCRIPT names. A file of that name is moved
-aside and put back. The exit code is 0 if the weights are equal except for rounding,
-otherwise 1.
+aside and put back. The exit code is 0 if the weights are equal except for rounding, and
+the processes have trained together: in DistributedDataParallel or by fully_shard, each
+on samples of its own. Otherwise it is 1.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -19,21 +21,58 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from math import isnan
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-OURS = "CHECK_YOURS"  # the variable that has the script and its flags
+OURS = "CHECK_YOURS"  # the variable that has the script, its flags, and a folder
 ROUNDING = 1e-9  # in float64; see the page for what was measured
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
 
 
-def run_exactly(script, flags):
-    """Run a script in this process, in float64 and without dropout."""
+def note_inputs(file):
+    """Write to `file` a hash of what a wrapped model gets first in its training."""
+
+    def note(module, arguments, options):
+        if module.training and torch.is_grad_enabled() and not file.exists():
+            leaves = tree_leaves((arguments, options))
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            flat = [each.detach().cpu().reshape(-1) for each in tensors]
+            contents = [each.view(torch.uint8).numpy().tobytes() for each in flat]
+            file.write_text(hashlib.sha256(b"".join(contents)).hexdigest())
+
+    def noting(wrap):
+        def wrap_and_note(module, *arguments, **options):
+            wrapped = wrap(module, *arguments, **options)
+            for each in module if isinstance(module, list) else [module]:
+                each.register_forward_pre_hook(note, with_kwargs=True)
+            return wrapped
+
+        return wrap_and_note
+
+    ddp = nn.parallel.DistributedDataParallel
+    ddp.__init__ = noting(ddp.__init__)  # the module is then the wrapper itself
+    fsdp.fully_shard = noting(fsdp.fully_shard)
+
+
+def run_exactly(script, flags, folder):
+    """Run a script in this process, in float64 and without dropout.
+
+    What it prints goes to the files RANK.out and RANK.err in the folder, and what it
+    trains on to RANK.inputs.
+    """
+    rank = os.environ["RANK"]
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{rank}.{name}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, descriptor)
+    note_inputs(Path(folder, f"{rank}.inputs"))
     torch.set_default_dtype(torch.float64)
     for name in DROPOUTS:
         setattr(functional, name, lambda x, *_, **__: x)
@@ -53,7 +92,7 @@ def run_exactly(script, flags):
     nn.RNNBase.__init__ = without_dropout_between_layers
     # For a script without a seed: each run begins with the same weights, rank 0's. Data
     # that each rank draws for itself still differ.
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(int(rank))
     sys.path[0] = str(Path(script).resolve().parent)  # as if it had been started itself
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")
@@ -62,17 +101,24 @@ def run_exactly(script, flags):
 def train(processes, script, flags, weights):
     """Return the weights of a run, {name: tensor}, and the last line that it printed.
 
-    Return None if it failed, and say why.
+    Return None if it failed, or if its processes did not train together; say why.
     """
     weights.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", __file__]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment[OURS] = json.dumps([script, flags])  # torchrun refuses some flags
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        # not as arguments: torchrun refuses some flags
+        environment[OURS] = json.dumps([script, flags, folder])
+        done = subprocess.run(command, env=environment, capture_output=True)
+        ranks = [Path(folder, str(rank)) for rank in range(processes)]
+        printed = [
+            [read_lines(rank.with_suffix(suffix)) for rank in ranks]
+            for suffix in (".out", ".err", ".inputs")
+        ]
+    out, err, inputs = printed
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "rror: " in line]
-        print(f"failed: {errors[0] if errors else done.stderr.strip()}")
+        print(f"failed: {find_cause(err)}")
         return None
     if not weights.exists():
         print(f"failed: it wrote no {weights}")
@@ -82,8 +128,36 @@ def train(processes, script, flags, weights):
     except pickle.UnpicklingError:
         print(f"failed: {weights} has more than weights; write model.state_dict()")
         return None
-    *_, last = ["", *filter(str.strip, done.stdout.splitlines())]
-    return flatten(state), last
+    state = flatten(state)
+    if not state:
+        print(f"failed: {weights} has no weights; write model.state_dict()")
+        return None
+    if processes > 1 and not any(inputs):
+        print("failed: no model was trained in DistributedDataParallel or fully_shard")
+        return None
+    if processes > 1 and len({str(each) for each in inputs}) < processes:
+        print("failed: ranks train on the same samples; does a sampler deal them out?")
+        return None
+    *_, last = ["", *out[0]]
+    return state, last
+
+
+def read_lines(file):
+    """Return the lines of a file that are not blank; none if there is no file."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def find_cause(err):
+    """Return the last line of the rank whose error is the cause, as far as one can say.
+
+    err: the lines that each rank has printed to standard error. A rank whose connection
+    broke, or that waited, is there because of another one.
+    """
+    last = [(rank, lines[-1]) for rank, lines in enumerate(err) if lines]
+    effects = re.compile("connection|timed out|timeout", re.IGNORECASE)
+    last.sort(key=lambda each: bool(effects.search(each[1])))
+    return f"rank {last[0][0]}: {last[0][1].strip()}" if last else "it printed nothing"
 
 
 def flatten(state, prefix=""):
@@ -116,7 +190,7 @@ def compare(one, other):
 
 @contextlib.contextmanager
 def put_aside(file):
-    """Move a file aside, and put it back at the end."""
+    """Move a file aside, and put it back at the end; remove one that is made."""
     aside = file.with_name(f"{file.name}.aside")
     if aside.exists():
         says = "a check was killed, or runs. Move it back, or remove it"
@@ -127,6 +201,7 @@ def put_aside(file):
     try:
         yield
     finally:
+        file.unlink(missing_ok=True)
         if aside.exists():
             aside.replace(file)
 
@@ -166,9 +241,9 @@ def main():
             runs.append(done[0])
             lines.append(done[1])
     print("equal except for rounding" if equal else "not shown to be equal")
-    if len(set(lines)) == 1:
+    if len(lines) == len(args.processes) and len(set(lines)) == 1:
         print(f"the last line of each run: {lines[0]}")
-    elif lines:
+    elif len(lines) > 1:
         print("the last lines of the runs:", *lines, sep="\n")
     sys.exit(not equal)
 
