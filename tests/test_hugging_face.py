@@ -1,7 +1,9 @@
 """your_own_script/hugging_face: FSDP2 trains the weights that one process trains."""
 
 import argparse
+import contextlib
 import functools
+import io
 import json
 import re
 import runpy
@@ -19,6 +21,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModel
@@ -38,6 +41,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers import Qwen2Config
 from transformers import StableLmConfig
 from transformers import Starcoder2Config
+from transformers import T5Config
+from transformers import T5ForConditionalGeneration
+from transformers import ViTConfig
+from transformers import ViTForImageClassification
+from transformers import WhisperConfig
+from transformers import WhisperForConditionalGeneration
 
 from tests import spy
 from tests.conftest import only_in_release
@@ -276,6 +285,20 @@ def test_bf16_keeps_weights_in_float32(pretrained, before, tmp_path):
     assert {weight.dtype for weight in saved(tmp_path).values()} == {torch.float32}
 
 
+@each_script
+def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(
+    script, pretrained, tmp_path
+):
+    """Not that of the checkpoint: with next to none, the weights stay as they are."""
+    words = launch(2, script) if script != BEFORE else ["python", script]
+    words += [pretrained("llama"), "--checkpoint-dir=checkpoints"]
+    run([*words, "--epochs=1"], tmp_path)
+    first = saved(tmp_path)
+    done = run([*words, "--epochs=2", "--lr=1e-12"], tmp_path)
+    assert "resumed from" in done.stdout
+    assert max_abs_diff(saved(tmp_path), first) < 1e-6
+
+
 @pytest.mark.release
 def test_files_of_a_base_model(pretrained, before, tmp_path):
     """The names of the GPT-2 that one downloads are without "transformer."."""
@@ -368,6 +391,42 @@ def shard_a_model_for_images():
     dist.destroy_process_group()
 
 
+def shard_a_model_with_two_lists_of_blocks():
+    """Be a process in which shard_model finds the blocks of an encoder alone."""
+    config = T5Config(vocab_size=8, d_model=32, d_kv=16, d_ff=64, num_layers=2)
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        runpy.run_path(FSDP)["shard_model"](model, mesh, bf16=False)
+    assert re.match(r"[\d,]+ of [\d,]+ parameters are in no block", said.getvalue())
+    groups = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    assert groups == ["", "encoder.block.0", "encoder.block.1"]
+    dist.destroy_process_group()
+
+
+def shard_a_model_without_embeddings():
+    """Be a process in which shard_model gets a classifier of images."""
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    with torch.device("meta"):
+        model = ViTForImageClassification(config)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    runpy.run_path(FSDP)["shard_model"](model, mesh, bf16=False)
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [shard_a_model_with_two_lists_of_blocks, shard_a_model_without_embeddings],
+)
+def test_models_of_other_kinds_are_sharded(function):
+    """With a line about what stays whole, if that is much."""
+    harness.call_in_forks(function, [()])
+
+
 def test_blocks_are_found_by_their_number():
     harness.call_in_forks(shard_a_model_for_images, [()])
 
@@ -401,7 +460,8 @@ def test_rank_0_reads_files_of_other_names(tmp_path):
     code = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
     (lines,) = [block for block in code if "broadcast_from_rank0" in block]
     text = FSDP.read_text()
-    first, rest = text.index("    reader = "), text.index("    return model\n")
+    first = text.index("    reader = ")
+    rest = text.index("    return model\n", first)
     text = text[:first] + lines + text[rest:]
     name = "from torch.distributed.checkpoint.state_dict import set_{}state_dict\n"
     text = text.replace(name.format(""), name.format("") + name.format("model_"))
@@ -430,12 +490,13 @@ def adapted(pretrained, tmp_path_factory):
     """Return a function that trains adapters; it returns the folder, too."""
     trained = {}
 
-    def get(processes, *flags):
-        key = (processes, *flags)
+    def get(processes, *flags, kind="llama"):
+        key = (processes, *flags, kind)
         if key not in trained:
             folder = tmp_path_factory.mktemp(f"lora-{processes}")
-            model = pretrained("llama")
-            trained[key] = folder, *train(LORA, model, processes, folder, *flags)
+            flags = (*flags, "--checkpoint-dir=checkpoints")
+            parts = (LORA, pretrained(kind), processes, folder, *flags)
+            trained[key] = folder, *train(*parts)
         return trained[key]
 
     return get
@@ -464,16 +525,31 @@ def test_adapters_of_peft_are_ours(adapted):
     assert max_abs_diff(named, by_peft) <= 1e-10
 
 
-def test_only_adapters_are_saved_and_reduced(adapted, pretrained):
-    """Four blocks have two adapters each, of two matrices."""
-    folder, _, weights = adapted(2)
+@pytest.mark.parametrize(
+    "kind, flags",
+    [
+        ("llama", ()),
+        ("llama-tied", ("--peft",)),  # its embedding, frozen, has two names
+        only_in_release("llama-tied", ()),
+    ],
+)
+def test_only_adapters_are_saved_and_reduced(kind, flags, adapted, pretrained):
+    """Four blocks have two adapters each, of two matrices; checkpoints, too."""
+    folder, _, weights = adapted(2, *flags, kind=kind)
     assert len(weights) == 4 * 2 * 2
-    assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in weights)
+    pattern = r"\.lora_[AB]\.weight$"
+    assert all(re.search(pattern, name) for name in weights)
+    for path in (folder / "work/checkpoints").iterdir():
+        state = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        names = [name for name in state if name.startswith("model.")]
+        pattern = r"\.lora_[AB](\.default)?\.weight$"
+        assert len(names) == 4 * 2 * 2
+        assert all(re.search(pattern, name) for name in names)
     trained = sum(weight.nbytes for weight in weights.values())
     seen = torch.load(folder / "rank-1.pt")
     # The blocks' groups alone have something to reduce: not embedding, head and root.
     assert seen["reduce_scatter"] == {"calls": 4, "bytes": trained}
-    read = load_file(pretrained("llama") / "model.safetensors")
+    read = load_file(pretrained(kind) / "model.safetensors")
     assert trained < 0.1 * sum(8 * weight.numel() for weight in read.values())
 
 
@@ -490,6 +566,43 @@ def test_peft_loads_the_adapters(pretrained, tmp_path):
             assert weight.equal(weights[name.replace(".default", "")])
     text = model.generate(input_ids=PROMPT, max_new_tokens=6, do_sample=False)[0, 8:]
     assert f"generated: {' '.join(map(str, text.tolist()))}" in screen
+
+
+@pytest.mark.parametrize("flags", [(), ("--peft",)], ids=["own", "peft"])
+def test_adapters_of_a_model_in_float64_are_in_float64(flags, pretrained, tmp_path):
+    """Also if torch's default is float32, in which peft makes them."""
+    flags = (pretrained("llama"), "--dtype=float64", "--epochs=1", *flags)
+    run(launch(1, LORA, *flags), tmp_path)
+    assert {weight.dtype for weight in saved(tmp_path).values()} == {torch.float64}
+
+
+def test_our_adapters_are_loaded_by_the_lines_of_the_page(pretrained, tmp_path):
+    """They generate what the script printed."""
+    flags = (pretrained("llama"), "--epochs=1", "--out=adapters")
+    screen = run(launch(2, LORA, *flags), tmp_path).stdout
+    code = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
+    (lines,) = [block for block in code if "adapters.safetensors" in block]
+    lines = lines.replace("FOLDER", str(pretrained("llama")))
+    lines = lines.replace('"adapters/', f'"{tmp_path}/work/adapters/')
+    names = {"__name__": "page"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        exec(lines, names)
+    model = names["model"].eval()
+    text = model.generate(input_ids=PROMPT, max_new_tokens=6, do_sample=False)[0, 8:]
+    assert f"generated: {' '.join(map(str, text.tolist()))}" in screen
+
+
+def test_a_trained_weight_that_is_no_adapter_is_refused(pretrained, tmp_path):
+    """Otherwise it would begin as zero, without a message."""
+    script = tmp_path / "lora.py"
+    kept = 'task_type="CAUSAL_LM", modules_to_save=["lm_head"]'
+    text = LORA.read_text()
+    assert text.count('task_type="CAUSAL_LM"') == 1
+    script.write_text(text.replace('task_type="CAUSAL_LM"', kept))
+    done = run(launch(1, script, pretrained("llama"), "--peft"), tmp_path, code=2)
+    *_, line = done.stderr.splitlines()  # above it peft warns of something else
+    assert "lm_head" in line and "is to be trained, but is not an adapter" in line
 
 
 @pytest.mark.release
@@ -577,11 +690,18 @@ def test_a_rank_without_a_sample_to_evaluate(script, pretrained, tmp_path):
 
 @pytest.mark.parametrize("script", [FSDP, LORA], ids=lambda path: path.name)
 def test_weights_of_other_names(script, pretrained, tmp_path):
-    """A base model's file has names without the prefix "model."."""
-    AutoModel.from_pretrained(pretrained("llama")).save_pretrained(tmp_path / "base")
-    line = fails(launch(2, script, tmp_path / "base"), tmp_path)
+    """A base model's file has names without the prefix "model.", and no head."""
+    base = tmp_path / "base"
+    AutoModel.from_pretrained(pretrained("llama")).save_pretrained(base)
+    line = fails(launch(2, script, base), tmp_path)
+    assert "is of a LlamaModel, not of a LlamaForCausalLM" in line
+    config = json.loads((base / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (base / "config.json").write_text(json.dumps(config))
+    line = fails(launch(2, script, base), tmp_path)
     assert "lm_head.weight is not in the files of" in line
-    assert "let rank 0 read them: see README.md" in line
+    section = re.search(r"see README.md, (.*)$", line)[1]
+    assert section.lower() in PAGE.lower()
 
 
 def test_an_unknown_architecture(pretrained, tmp_path):
@@ -591,6 +711,27 @@ def test_an_unknown_architecture(pretrained, tmp_path):
     (other / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
     save_file({"weight": torch.zeros(1)}, other / "model.safetensors")
     assert "nonesuch" in fails(launch(1, FSDP, other), tmp_path)
+
+
+@pytest.mark.parametrize("script", [FSDP, only_in_release(LORA)], ids=lambda p: p.name)
+def test_a_model_of_another_class(script, tmp_path):
+    """One that has no causal model, and one of which a causal model lacks a part."""
+    small = {"d_model": 32, "num_heads": 2, "num_layers": 2}
+    T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_kv=16, d_ff=64, **small)
+    ).save_pretrained(tmp_path / "t5")
+    line = fails(launch(1, script, tmp_path / "t5"), tmp_path)
+    assert "Unrecognized configuration class" in line and len(line) < 200
+    small = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    small |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    small |= {"decoder_start_token_id": 1}
+    WhisperForConditionalGeneration(
+        WhisperConfig(encoder_ffn_dim=64, decoder_ffn_dim=64, **small)
+    ).save_pretrained(tmp_path / "whisper")
+    line = fails(launch(1, script, tmp_path / "whisper"), tmp_path)
+    named = "is of a WhisperForConditionalGeneration, not of a WhisperForCausalLM"
+    assert named in line
 
 
 def test_an_error_of_transformers_keeps_its_traceback(pretrained, tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -103,6 +104,9 @@ def save_checkpoint(folder, epoch, model, optimizer):
     # Renamed when it is complete: otherwise a run that is killed here leaves a folder
     # that cannot be loaded. Overwriting a checkpoint could leave it half old, half new.
     unfinished = folder / f".{path.name}.tmp"
+    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()  # otherwise rank 0 can remove new shards, too
     weights, state = get_state_dict(model, optimizer)
     # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)

@@ -54,18 +54,16 @@ def every_rank_reads(folder, mesh):
 
 def rank_0_reads(folder, mesh):
     """Read the whole model on rank 0, which broadcasts it weight by weight."""
+    weights = {}
     if dist.get_rank() == 0:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    else:
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = model.state_dict()  # on rank 0 the values, elsewhere the names alone
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        weights = plain.state_dict()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fsdp.shard_model(model, mesh, bf16=False)
     model.to_empty(device="cpu")  # "cuda" on GPUs; only the shards
-    for module in model.modules():  # what is not in the files
-        if list(module.buffers(recurse=False)):
-            model._init_weights(module)
+    model.initialize_weights()  # for what is not in the files
     whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=whole)
     return model

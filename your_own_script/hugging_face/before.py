@@ -168,6 +168,8 @@ def main():
     first = 1
     if args.checkpoint_dir:
         first += load_latest(args.checkpoint_dir, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # otherwise that of the checkpoint
     torch.manual_seed(0)
     for epoch in range(first, args.epochs + 1):
         norm = train_one_epoch(args, model, train_loader, optimizer, device)

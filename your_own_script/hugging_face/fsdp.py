@@ -5,6 +5,9 @@ import functools
 import gc
 import json
 import os
+import shutil
+import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -127,6 +130,19 @@ def evaluate(args, model, loader, device):
     return loss_sum / tokens
 
 
+def warn_of_others(model, parts):
+    """Say so if much of a model is in none of its parts: the root then gathers it."""
+    known = {weight for part in parts for weight in part.parameters()}
+    total = sum(weight.numel() for weight in model.parameters())
+    others = total - sum(weight.numel() for weight in known)
+    if others > 0.1 * total and dist.get_rank() == 0:
+        print(
+            f"{others:,} of {total:,} parameters are in no block, and stay whole during"
+            " the entire step: shard their blocks, too, in shard_model",
+            file=sys.stderr,
+        )
+
+
 def shard_model(model, mesh, bf16):
     """Shard each block, the embedding and the head; the root takes what is left."""
     options = {"mesh": mesh}
@@ -141,14 +157,34 @@ def shard_model(model, mesh, bf16):
     if blocks is None:
         text = f"there is no list of {depth} blocks: name yours in shard_model"
         raise argparse.ArgumentTypeError(text)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [each for each in (embedding, head) if hasattr(each, "weight")]
+    warn_of_others(model, [*blocks, *ends])
     for block in blocks:
         fully_shard(block, **options)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # one weight cannot be in two groups
-        fully_shard(embedding, **options)
-        # Backward begins with the head, so there is no use in freeing it before.
-        fully_shard(head, reshard_after_forward=False, **options)
+    if len({each.weight for each in ends}) == len(ends):  # otherwise they are tied, and
+        for each in ends:  # one weight cannot be in two groups
+            # Backward begins with the head, so there is no use in freeing it before.
+            fully_shard(each, reshard_after_forward=each is not head, **options)
     fully_shard(model, **options)
+
+
+def make_model(config, dtype):
+    """Return a model of the class of its files; another one would lack parts of it."""
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        text = str(error).partition("\n")[0]  # below it are all classes that there are
+        raise argparse.ArgumentTypeError(text) from error
+    ours, theirs = type(model).__name__, config.architectures or []
+    if theirs and ours not in theirs:
+        raise argparse.ArgumentTypeError(
+            f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name that "
+            "class in make_model"
+        )
+    return model
 
 
 def load_model(args, device, mesh):
@@ -161,18 +197,15 @@ def load_model(args, device, mesh):
     with torch.device("meta"):
         # Without dtype=, the weights keep the file's bfloat16, in which small updates
         # are rounded away.
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, args.dtype)
-        )
+        model = make_model(config, dtype=getattr(torch, args.dtype))
     if (args.model / "generation_config.json").exists():  # from_config does not read it
         model.generation_config = GenerationConfig.from_pretrained(args.model)
     shard_model(model, mesh, args.bf16)
     model.to_empty(device=device)
     # Otherwise what is not in the files, such as the frequencies of Llama's positions,
-    # is whatever to_empty() found in memory. Before loading: it may draw weights, too.
-    for module in model.modules():
-        if list(module.buffers(recurse=False)):
-            model._init_weights(module)
+    # is whatever to_empty() found in memory. It draws weights, too: so before loading.
+    warnings.filterwarnings("ignore", "DTensor random operators")  # not quite on a CPU
+    model.initialize_weights()
     reader = dcp.HuggingFaceStorageReader(args.model)
     names = reader.read_metadata().state_dict_metadata
     # A file of the base model, such as GPT-2's, has names without this prefix.
@@ -187,8 +220,8 @@ def load_model(args, device, mesh):
     if missing:
         raise argparse.ArgumentTypeError(
             f"{min(missing)} is not in the files of {args.model}. Is the download "
-            "complete? If the files have other names, let rank 0 read them: see "
-            "README.md, names that differ"
+            "complete? For a layer that is new, and for files with other names, see "
+            "README.md, weights that are not found"
         )
     dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
     return model
@@ -198,6 +231,9 @@ def save_checkpoint(folder, epoch, model, optimizer):
     """Write what is needed to resume after this epoch; all ranks call it."""
     path = folder / f"epoch-{epoch:04}"
     unfinished = folder / f".{path.name}.tmp"
+    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()  # otherwise rank 0 can remove new shards, too
     weights, state = get_state_dict(model, optimizer)
     # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)
@@ -286,6 +322,8 @@ def main():
     first = 1
     if args.checkpoint_dir:
         first += load_latest(args.checkpoint_dir, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # otherwise that of the checkpoint
     torch.manual_seed(rank)  # otherwise all ranks draw the same dropout
     for epoch in range(first, args.epochs + 1):
         sampler.set_epoch(epoch)  # otherwise every epoch has the same order

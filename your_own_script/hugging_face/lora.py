@@ -6,6 +6,9 @@ import gc
 import json
 import math
 import os
+import shutil
+import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -34,6 +37,14 @@ except ModuleNotFoundError:
 
 # What state dicts hold: the frozen weights are in the pretrained model's files.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def without_frozen(model, weights):
+    """Return a state dict without frozen weights, which TRAINED leaves in if tied."""
+    trained = {name for name, w in model.named_parameters() if w.requires_grad}
+    return {name: value for name, value in weights.items() if name in trained}
+
+
 IGNORED = -100  # the label of a position without a loss, also in transformers
 
 
@@ -167,15 +178,19 @@ def add_lora(model, targets, rank, dtype):
         raise argparse.ArgumentTypeError(text)
 
 
-def add_lora_by_peft(model, targets, rank):
-    """Do the same with peft, which makes the adapters of a bfloat16 model float32."""
+def add_lora_by_peft(model, targets, rank, dtype):
+    """Do the same with peft."""
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM"
     )
     try:
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
     except ValueError as error:  # for instance none of these layers
         raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from error
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(dtype)  # peft makes all adapters float32
+    return model
 
 
 @torch.no_grad()
@@ -184,14 +199,31 @@ def init_adapters(model):
     torch.manual_seed(0)
     adapters = {}
     for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            adapters[name] = torch.zeros(weight.shape, dtype=weight.dtype)
-            if "lora_A" in name:  # B stays 0, so at first the model is as it was
-                nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5))
+        if not weight.requires_grad:
+            continue
+        if "lora_" not in name:  # for instance of peft's modules_to_save
+            text = f"{name} is to be trained, but is not an adapter: it is not loaded"
+            raise argparse.ArgumentTypeError(text)
+        adapters[name] = torch.zeros(weight.shape, dtype=weight.dtype)
+        if "lora_A" in name:  # B stays 0, so at first the model is as it was
+            nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5))
     # Every rank has drawn all of them, and keeps its shards. Drawn in shards, they
     # would depend on the number of processes.
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_model_state_dict(model, adapters, options=options)
+
+
+def warn_of_others(model, parts):
+    """Say so if much of a model is in none of its parts: the root then gathers it."""
+    known = {weight for part in parts for weight in part.parameters()}
+    total = sum(weight.numel() for weight in model.parameters())
+    others = total - sum(weight.numel() for weight in known)
+    if others > 0.1 * total and dist.get_rank() == 0:
+        print(
+            f"{others:,} of {total:,} parameters are in no block, and stay whole during"
+            " the entire step: shard their blocks, too, in shard_model",
+            file=sys.stderr,
+        )
 
 
 def shard_model(model, mesh, bf16):
@@ -208,14 +240,34 @@ def shard_model(model, mesh, bf16):
     if blocks is None:
         text = f"there is no list of {depth} blocks: name yours in shard_model"
         raise argparse.ArgumentTypeError(text)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [each for each in (embedding, head) if hasattr(each, "weight")]
+    warn_of_others(model, [*blocks, *ends])
     for block in blocks:
         fully_shard(block, **options)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # one weight cannot be in two groups
-        fully_shard(embedding, **options)
-        # Backward begins with the head, so there is no use in freeing it before.
-        fully_shard(head, reshard_after_forward=False, **options)
+    if len({each.weight for each in ends}) == len(ends):  # otherwise they are tied, and
+        for each in ends:  # one weight cannot be in two groups
+            # Backward begins with the head, so there is no use in freeing it before.
+            fully_shard(each, reshard_after_forward=each is not head, **options)
     fully_shard(model, **options)
+
+
+def make_model(config, dtype):
+    """Return a model of the class of its files; another one would lack parts of it."""
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        text = str(error).partition("\n")[0]  # below it are all classes that there are
+        raise argparse.ArgumentTypeError(text) from error
+    ours, theirs = type(model).__name__, config.architectures or []
+    if theirs and ours not in theirs:
+        raise argparse.ArgumentTypeError(
+            f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name that "
+            "class in make_model"
+        )
+    return model
 
 
 def load_model(args, device, mesh):
@@ -228,24 +280,24 @@ def load_model(args, device, mesh):
     with torch.device("meta"):
         # The frozen weights stay bfloat16, because nothing is added to them.
         dtype = getattr(torch, args.dtype)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = make_model(config, dtype)
         if (args.model / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(args.model)
         # Before fully_shard: adapters that are added later are not sharded, and their
         # gradients are not averaged. They are float32, because they are trained.
+        trained_dtype = torch.promote_types(dtype, torch.float32)
+        choices = args.targets, args.lora_rank, trained_dtype
         if args.peft:
-            model = add_lora_by_peft(model, args.targets, args.lora_rank)
+            model = add_lora_by_peft(model, *choices)
         else:
-            trained_dtype = torch.promote_types(dtype, torch.float32)
-            add_lora(model, args.targets, args.lora_rank, trained_dtype)
+            add_lora(model, *choices)
     base_model = model.get_base_model() if args.peft else model
     shard_model(base_model, mesh, args.bf16)
     model.to_empty(device=device)
     # Otherwise what is not in the files, such as the frequencies of Llama's positions,
-    # is whatever to_empty() found in memory. Before loading: it may draw weights, too.
-    for module in model.modules():
-        if list(module.buffers(recurse=False)):
-            model._init_weights(module)
+    # is whatever to_empty() found in memory. It draws weights, too: so before loading.
+    warnings.filterwarnings("ignore", "DTensor random operators")  # not quite on a CPU
+    model.initialize_weights()
     reader = dcp.HuggingFaceStorageReader(args.model)
     names = reader.read_metadata().state_dict_metadata
     # A file of the base model, such as GPT-2's, has names without this prefix.
@@ -262,8 +314,8 @@ def load_model(args, device, mesh):
     if missing:
         raise argparse.ArgumentTypeError(
             f"{min(missing)} is not in the files of {args.model}. Is the download "
-            "complete? If the files have other names, let rank 0 read them: see "
-            "README.md, names that differ"
+            "complete? For a layer that is new, and for files with other names, see "
+            "README.md, weights that are not found"
         )
     dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
     init_adapters(model)  # they are in no file
@@ -274,7 +326,11 @@ def save_checkpoint(folder, epoch, model, optimizer):
     """Write what is needed to resume after this epoch; all ranks call it."""
     path = folder / f"epoch-{epoch:04}"
     unfinished = folder / f".{path.name}.tmp"
+    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()  # otherwise rank 0 can remove new shards, too
     weights, state = get_state_dict(model, optimizer, options=TRAINED)  # no frozen ones
+    weights = without_frozen(model, weights)
     # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
@@ -290,6 +346,7 @@ def load_latest(folder, model, optimizer):
         return 0
     # dcp.load fills the tensors that it is given: get_state_dict makes them.
     weights, state = get_state_dict(model, optimizer, options=TRAINED)  # no frozen ones
+    weights = without_frozen(model, weights)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
     set_state_dict(
         model,
@@ -378,6 +435,8 @@ def main():
     first = 1
     if args.checkpoint_dir:
         first += load_latest(args.checkpoint_dir, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # otherwise that of the checkpoint
     torch.manual_seed(rank)  # otherwise all ranks draw the same dropout
     for epoch in range(first, args.epochs + 1):
         sampler.set_epoch(epoch)  # otherwise every epoch has the same order
@@ -397,7 +456,7 @@ def main():
     adapters = StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
     )
-    weights = get_model_state_dict(model, options=adapters)
+    weights = without_frozen(model, get_model_state_dict(model, options=adapters))
     if rank == 0:
         print("generated:", *text[0, prompt.shape[1] :].tolist())
         args.out.mkdir(parents=True, exist_ok=True)
