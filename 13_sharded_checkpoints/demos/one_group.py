@@ -19,7 +19,7 @@ def main(folder):
         pending = dcp.async_save({"weight": whole}, checkpoint_id=f"{folder}/{n}")
         while whole.sum() < dist.get_world_size():  # until no rank is saving
             shard[0] = pending.done()
-            dist.all_gather_into_tensor(whole, shard)  # as FSDP gathers weights
+            dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)  # as FSDP
         whole.zero_()
         pending.result()
 

@@ -131,7 +131,8 @@ class AllGather:
 
     def __call__(self, output_tensor, input_tensor, group, **_):
         copy = torch.empty_like(output_tensor)
-        dist.all_gather_into_tensor(copy, input_tensor.clone(), group=group)
+        parts = list(copy.chunk(dist.get_world_size(group)))
+        dist.all_gather(parts, input_tensor.clone(), group=group)
         output_tensor.copy_(copy)
 
     def bytes(self):
