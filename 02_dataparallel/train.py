@@ -3,7 +3,6 @@
 python 02_dataparallel/train.py
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -39,12 +38,10 @@ def parse_args():
 def setup(args):
     """Prepare this process and return its device."""
     device = launch.get_device(args.device, local_rank=0)
-    if device.type == "cpu":
-        # otherwise the C library returns memory and gets it again, step after step
-        launch.keep_freed_memory()
-    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    precision = "tf32" if args.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     # otherwise two runs on a GPU can differ in the last bits
     torch.backends.cudnn.deterministic = args.deterministic
     return device
@@ -88,25 +85,28 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
+def forward(args, model, batch, meter):
+    """Return a batch's mean loss, and add it to the meter."""
+    # uint8 until they are on the device: a quarter of the bytes of float32
+    inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
+    inputs = data.normalize(inputs, args.data, args.dtype)
+    outputs = model(inputs)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    meter.update(loss, outputs, targets)
+    return loss
+
+
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    # otherwise every epoch has the same crops and flips
-    loader.dataset.epoch.fill_(epoch)
     # so the order follows from --seed and the epoch alone, as in DistributedSampler
     loader.sampler.generator.manual_seed(args.seed + epoch)
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
-    for inputs, targets in batches:
-        # uint8 until they are on the device: a quarter of the bytes of float32
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
+    for batch in batches:
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        outputs = model(inputs)
-        loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+        loss = forward(args, model, batch, meter)
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -120,17 +120,18 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for inputs, targets in batches:
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
-        outputs = model(inputs)
-        loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+    for batch in batches:
+        forward(args, model, batch, meter)
     return meter.compute()
 
 
 # ---- 6. the run ----------------------------------------------------------------------
+def is_finite(model):
+    """Return whether all weights are finite: if one is not, the training diverged."""
+    norm = nn.utils.get_total_norm(model.parameters())
+    return norm.isfinite().item()
+
+
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
@@ -159,19 +160,23 @@ def run(args):
     # [02] `model` is what is saved: the wrapper puts "module." before the names
     wrapped = nn.DataParallel(model) if gpus else model
     log(f"DataParallel on {gpus} GPUs" if gpus > 1 else "one device: nothing to split")
+    saved = True
     for epoch in range(1, args.epochs + 1):
+        # otherwise every epoch has the same crops and flips
+        train_set.epoch.fill_(epoch)
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler
         )
+        if not is_finite(model):
+            # otherwise useless weights overwrite the last good ones
+            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
-        if not math.isfinite(train["loss"] + val["loss"]):
-            # otherwise useless weights overwrite the last good ones
-            log("stopped: the loss is not finite; a lower --lr may help")
-            return 1
         if args.out_dir and is_main_process():
-            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
-    return 0
+            state_dict = model.state_dict()
+            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+    return 0 if saved else 1
 
 
 def main():

@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node=2 05_amp/train.py --amp bf16
 """
 
+import contextlib
 import gc
-import math
 import os
 import sys
 from pathlib import Path
@@ -54,19 +54,15 @@ def parse_args():
 # ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    with one_line_errors():
-        launch.check_environment()
-        # [03] not RANK, which counts the processes of all machines
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = launch.get_device(args.device, local_rank)
-    # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent()
-    if device.type == "cpu":
-        # otherwise the C library returns memory and gets it again, step after step
-        launch.keep_freed_memory()
-    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # [03] ends this process if no launcher started it, or once the launcher is killed
+    launch.check()
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args.device, local_rank)
+    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    precision = "tf32" if args.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     # otherwise two runs on a GPU can differ in the last bits
     torch.backends.cudnn.deterministic = args.deterministic
     if device.type == "cuda":
@@ -85,6 +81,18 @@ def is_main_process():
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
+@contextlib.contextmanager
+def main_process_first():
+    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # [03] 1: another machine may not see the disk to which rank 0 downloads
+    turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
+    for number in range(3):
+        if number == turn:
+            yield
+        dist.barrier()
+
+
 def log(text):
     """Print a line, once for the whole run."""
     if is_main_process():
@@ -94,9 +102,8 @@ def log(text):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main_process():
-        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    with one_line_errors(f"--data {args.data}:"):
+    # [03] otherwise all of them download at once
+    with main_process_first(), one_line_errors(f"--data {args.data}:"):
         train_set, val_set = data.load(
             args.data,
             args.data_dir,
@@ -105,8 +112,6 @@ def make_loaders(args):
             args.images,
             args.seed,
         )
-    if is_main_process():
-        dist.barrier()
     check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
@@ -124,32 +129,31 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
-def autocast(args):
-    """Return the context of a forward pass in the precision that --amp asks for."""
+def forward(args, model, batch, meter):
+    """Return a batch's mean loss, and add it to the meter."""
+    # uint8 until they are on the device: a quarter of the bytes of float32
+    inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
+    inputs = data.normalize(inputs, args.data, args.dtype)
     # [05] convolutions and matrix products in low precision, losses in float32
     dtype = AMP_DTYPES[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    with torch.autocast(args.device.type, dtype, enabled=dtype is not None):
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+    meter.update(loss, outputs, targets)
+    return loss
 
 
 def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     """Take one optimizer step per global batch; return the epoch's metrics."""
     model.train()
     meter = meters.Meter(args.device)
-    # otherwise every epoch has the same crops and flips
-    loader.dataset.epoch.fill_(epoch)
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = meters.progress(loader, f"epoch {epoch}", meter, show=is_main_process())
-    for inputs, targets in batches:
-        # uint8 until they are on the device: a quarter of the bytes of float32
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
+    for batch in batches:
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        with autocast(args):
-            outputs = model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+        sums = meter.sums.clone()  # [05] to return to if the step is skipped
+        loss = forward(args, model, batch, meter)
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
         if args.clip_grad:
             scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
@@ -159,6 +163,8 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
+        else:
+            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -171,25 +177,26 @@ def evaluate(args, model, loader):
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for inputs, targets in batches:
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
-        with autocast(args):  # [05] evaluate in the precision of the training
-            outputs = model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+    for batch in batches:
+        forward(args, model, batch, meter)
     return meter.compute()
 
 
 # ---- 6. the run ----------------------------------------------------------------------
+def is_finite(model):
+    """Return whether all weights are finite: if one is not, the training diverged."""
+    norm = nn.utils.get_total_norm(model.parameters())
+    return norm.isfinite().item()
+
+
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
     channels, image_size, _ = train_set[0][0].shape
-    with one_line_errors(f"--arch {args.arch}:"):
+    # [03] --pretrained downloads, too
+    with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
             args.arch, channels, train_set.num_classes, image_size, args.pretrained
         )
@@ -214,19 +221,23 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
+    saved = True
     for epoch in range(1, args.epochs + 1):
+        # otherwise every epoch has the same crops and flips
+        train_set.epoch.fill_(epoch)
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler, scaler
         )
+        if not is_finite(model):
+            # otherwise useless weights overwrite the last good ones
+            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
-        if not math.isfinite(train["loss"] + val["loss"]):
-            # otherwise useless weights overwrite the last good ones
-            log("stopped: the loss is not finite; a lower --lr may help")
-            return 1
         if args.out_dir and is_main_process():
-            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
-    return 0
+            state_dict = model.state_dict()
+            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+    return 0 if saved else 1
 
 
 def main():

@@ -7,7 +7,6 @@ torchrun --standalone --nproc-per-node=2 09_resume/train.py
 
 import contextlib
 import gc
-import math
 import os
 import sys
 from pathlib import Path
@@ -42,10 +41,6 @@ from common.model import make_model
 
 # [05] bf16 where the hardware has it, fp16 on older GPUs
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# [09] a resumed run may have other values of these; all others decide what it learns
-MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
-MAY_DIFFER |= {"data_dir", "download", "workers", "device", "timeout", "evaluate"}
-MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
 
 
 # ---- 1. flags ------------------------------------------------------------------------
@@ -61,22 +56,31 @@ def parse_args():
     # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
         "--grad-accum-steps",
+        may_differ=True,  # [09] a resumed run can have another number of them
         type=positive_int,
         default=1,
         help="micro-batches that each process splits its local batch into",
     )
     # [09] on a disk that every node sees, and that outlives the job
     parser.add_argument(
-        "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
+        "--checkpoint-dir",
+        may_differ=True,
+        type=writable_dir,
+        help="save here; resume from the latest",
     )
     parser.add_argument(
         "--checkpoint-every",
+        may_differ=True,
         type=positive_int,
         default=100,
         help="steps between checkpoints; there is also one after every epoch",
     )
     parser.add_argument(
-        "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
+        "--keep-checkpoints",
+        may_differ=True,
+        type=positive_int,
+        default=2,
+        help="how many to keep",
     )
     args = parser.parse_args()
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
@@ -93,19 +97,15 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    with one_line_errors():
-        launch.check_environment()
-        # [03] not RANK, which counts the processes of all machines
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = launch.get_device(args.device, local_rank)
-    # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent()
-    if device.type == "cpu":
-        # otherwise the C library returns memory and gets it again, step after step
-        launch.keep_freed_memory()
-    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # [03] ends this process if no launcher started it, or once the launcher is killed
+    launch.check()
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args.device, local_rank)
+    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    precision = "tf32" if args.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     # otherwise two runs on a GPU can differ in the last bits
     torch.backends.cudnn.deterministic = args.deterministic
     if device.type == "cuda":
@@ -124,6 +124,18 @@ def is_main_process():
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
+@contextlib.contextmanager
+def main_process_first():
+    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # [03] 1: another machine may not see the disk to which rank 0 downloads
+    turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
+    for number in range(3):
+        if number == turn:
+            yield
+        dist.barrier()
+
+
 def log(text):
     """Print a line, once for the whole run."""
     if is_main_process():
@@ -133,9 +145,8 @@ def log(text):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main_process():
-        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
-    with one_line_errors(f"--data {args.data}:"):
+    # [03] otherwise all of them download at once
+    with main_process_first(), one_line_errors(f"--data {args.data}:"):
         train_set, val_set = data.load(
             args.data,
             args.data_dir,
@@ -144,8 +155,6 @@ def make_loaders(args):
             args.images,
             args.seed,
         )
-    if is_main_process():
-        dist.barrier()
     check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
@@ -171,30 +180,30 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
-def autocast(args):
-    """Return the context of a forward pass in the precision that --amp asks for."""
+def forward(args, model, batch, meter):
+    """Return a batch's mean loss, and add it to the meter."""
+    # uint8 until they are on the device: a quarter of the bytes of float32
+    inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
+    inputs = data.normalize(inputs, args.data, args.dtype)
     # [05] convolutions and matrix products in low precision, losses in float32
     dtype = AMP_DTYPES[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    with torch.autocast(args.device.type, dtype, enabled=dtype is not None):
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+    meter.update(loss, outputs, targets)
+    return loss
 
 
 def accumulate_gradients(args, model, batch, scaler, meter):
     """Run forward and backward on one micro-batch after the other."""
     # [08] one micro-batch at a time is on the device
-    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
-    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
-        # uint8 until they are on the device: a quarter of the bytes of float32
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
+    parts = zip(*(each.chunk(args.grad_accum_steps) for each in batch), strict=True)
+    for micro_step, part in enumerate(parts, start=1):
         last = micro_step == args.grad_accum_steps
         # [08] otherwise DDP averages the gradients after every micro-batch; the forward
         # pass is what has to be in this context
-        sync = contextlib.nullcontext() if last else model.no_sync()
-        with sync, autocast(args):
-            outputs = model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = forward(args, model, part, meter)
         # [08] otherwise the gradients are a sum over micro-batches, not their mean
         loss = loss / args.grad_accum_steps
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
@@ -206,10 +215,9 @@ def train_one_epoch(args, epoch, model, loader, state):
     meter = meters.Meter(args.device)
     optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
     done = state.step - (epoch - 1) * len(loader)
-    if done and is_main_process():
-        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
-    # otherwise every epoch has the same crops and flips
-    loader.dataset.epoch.fill_(epoch)
+    if done:
+        # [09] what was counted in them is lost
+        log(f"the train metrics of epoch {epoch} leave out its first {done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
@@ -219,6 +227,7 @@ def train_one_epoch(args, epoch, model, loader, state):
         torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
+        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         # [08] otherwise the activations of the whole local batch have to fit
         accumulate_gradients(args, model, batch, scaler, meter)
         if args.clip_grad:
@@ -229,9 +238,11 @@ def train_one_epoch(args, epoch, model, loader, state):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
+        else:
+            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
         # [09] otherwise a crash loses every step so far
         if state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0:
-            save_checkpoint(args, state, meter.sums)
+            save_checkpoint(args, state)
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -241,26 +252,26 @@ def train_one_epoch(args, epoch, model, loader, state):
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
-    # [07] otherwise each rank evaluates with its own BatchNorm running statistics
+    # [07] otherwise each rank evaluates with its own buffers, such as BatchNorm's means
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for inputs, targets in batches:
-        inputs = inputs.to(args.device, non_blocking=True)
-        inputs = data.normalize(inputs, args.data, args.dtype)
-        targets = targets.to(args.device, non_blocking=True)
-        with autocast(args):  # [05] evaluate in the precision of the training
-            outputs = model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
-        meter.update(loss, outputs, targets)
+    for batch in batches:
+        forward(args, model, batch, meter)
     # [07] sums and counts add up; averages of shards of different sizes do not
     dist.all_reduce(meter.sums)
     return meter.compute()
 
 
 # ---- 6. the run ----------------------------------------------------------------------
+def is_finite(model):
+    """Return whether all weights are finite: if one is not, the training diverged."""
+    norm = nn.utils.get_total_norm(model.parameters())
+    return norm.isfinite().item()
+
+
 class AppState:
     """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
 
@@ -270,8 +281,6 @@ class AppState:
         self.scheduler = scheduler
         self.scaler = scaler
         self.step = 0
-        # of the Meters of all ranks, in this epoch
-        self.sums = torch.zeros(4, dtype=torch.float64)
 
     def state_dict(self):
         # [09] without one of them, the momentum say, the next step differs
@@ -281,7 +290,6 @@ class AppState:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.step,
-            "sums": self.sums,
         }
 
     def load_state_dict(self, state_dict):
@@ -290,38 +298,48 @@ class AppState:
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.scaler.load_state_dict(state_dict["scaler"])
         self.step = state_dict["step"]
-        self.sums = state_dict["sums"]
 
 
-def save_checkpoint(args, state, sums):
+def save_checkpoint(args, state):
     """Write a checkpoint: rank 0 does, since all have the same state."""
     if args.checkpoint_dir is None:
         return
-    state.sums = sums.clone()
-    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
-    norm = nn.utils.get_total_norm(state.model.parameters())
     # [09] otherwise a run that diverged resumes from useless weights, again and again
-    if not (norm + state.sums.sum()).isfinite():
-        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
-    elif is_main_process():
+    if not is_finite(state.model):
+        log(f"step {state.step}: not saved, since a weight is not finite")
+        return
+    if is_main_process():
         folder, keep = args.checkpoint_dir, args.keep_checkpoints
         checkpoint.save(folder, state.step, state.state_dict(), keep)
 
 
 def load_latest(args, state):
-    """Load the latest checkpoint on every rank, if there is one."""
+    """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
-    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
-    with one_line_errors("--checkpoint-dir:"):
-        launch.on_rank0(checkpoint.check_flags, args.checkpoint_dir, flags)
-        # [09] rank 0 looks, so that all resume from the same step
-        latest = launch.on_rank0(checkpoint.find_latest, args.checkpoint_dir)
-    if latest is not None:
-        # [09] a script with another model raises one of these two
-        with one_line_errors(f"--checkpoint-dir: {latest}:", KeyError, RuntimeError):
-            state.load_state_dict(checkpoint.load(latest))
-        log(f"resumed from step {state.step}")
+    answer = [None]
+    if is_main_process():
+        answer = [checkpoint.find(args.checkpoint_dir, args.fixed())]
+    # [09] rank 0 looks, so that all resume from the same step
+    dist.broadcast_object_list(answer)
+    found, problem = answer[0]
+    if problem:
+        fail(f"--checkpoint-dir: {problem}")
+    for path in found:
+        loaded, problem = checkpoint.load(path)
+        problems = [None] * dist.get_world_size()
+        # [09] otherwise a rank that cannot read it resumes from an older one alone
+        dist.all_gather_object(problems, problem)
+        if not any(problems):
+            # [09] a script with another model raises one of these two
+            with one_line_errors(f"--checkpoint-dir: {path}:", KeyError, RuntimeError):
+                state.load_state_dict(loaded)
+            log(f"resumed from step {state.step}")
+            return
+        log(f"skipping checkpoint {path} ({next(filter(None, problems))})")
+    if found:
+        # [09] otherwise the run starts over, and removes them
+        fail(f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read")
 
 
 def run(args):
@@ -330,7 +348,8 @@ def run(args):
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
     channels, image_size, _ = train_set[0][0].shape
-    with one_line_errors(f"--arch {args.arch}:"):
+    # [03] --pretrained downloads, too
+    with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
             args.arch, channels, train_set.num_classes, image_size, args.pretrained
         )
@@ -357,17 +376,21 @@ def run(args):
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated
     first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
+    saved = True
     for epoch in range(first_epoch, args.epochs + 1):
+        # otherwise every epoch has the same crops and flips
+        train_set.epoch.fill_(epoch)
         train = train_one_epoch(args, epoch, wrapped, train_loader, state)
+        if not is_finite(model):
+            # otherwise useless weights overwrite the last good ones
+            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
-        if not math.isfinite(train["loss"] + val["loss"]):
-            # otherwise useless weights overwrite the last good ones
-            log("stopped: the loss is not finite; a lower --lr may help")
-            return 1
         if args.out_dir and is_main_process():
-            weights.save_epoch(args.out_dir, epoch, train, val, model.state_dict())
-    return 0
+            state_dict = model.state_dict()
+            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+    return 0 if saved else 1
 
 
 def main():

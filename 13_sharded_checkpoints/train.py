@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import sys
-from argparse import BooleanOptionalAction
 from functools import partial
 from pathlib import Path
 
@@ -53,17 +52,12 @@ from common.meters import format_metrics
 
 # [05] bf16 where the hardware has it, fp16 on older GPUs
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# [09] a resumed run may have other values of these; all others decide what it learns
-MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
-MAY_DIFFER |= {"sample", "workers", "device", "timeout", "evaluate"}
-MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
-MAY_DIFFER |= {"reshard_after_forward"}  # [12] it decides when weights are gathered
 
 
 # ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
-    parser = TextArgumentParser(__doc__)
+    parser = TextArgumentParser(__doc__)  # [11] with flags of a text, and of a GPT
     parser.add_argument(
         "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
@@ -73,31 +67,38 @@ def parse_args():
     # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
         "--grad-accum-steps",
+        may_differ=True,  # [09] a resumed run can have another number of them
         type=positive_int,
         default=1,
         help="micro-batches that each process splits its local batch into",
     )
     # [09] on a disk that every node sees, and that outlives the job
     parser.add_argument(
-        "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
+        "--checkpoint-dir",
+        may_differ=True,
+        type=writable_dir,
+        help="save here; resume from the latest",
     )
     parser.add_argument(
         "--checkpoint-every",
+        may_differ=True,
         type=positive_int,
         default=100,
         help="steps between checkpoints; there is also one after every epoch",
     )
     parser.add_argument(
-        "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
+        "--keep-checkpoints",
+        may_differ=True,
+        type=positive_int,
+        default=2,
+        help="how many to keep",
     )
     parser.add_argument(
-        "--sample", type=number(int, ge=0), default=200, help="bytes to draw at the end"
-    )
-    parser.add_argument(
-        "--reshard-after-forward",
-        action=BooleanOptionalAction,
-        default=True,  # [12] otherwise all the weights are whole between two passes
-        help="gather the weights again in the backward pass",
+        "--sample",
+        may_differ=True,
+        type=number(int, ge=0),
+        default=200,
+        help="bytes to draw at the end",
     )
     # [11] with AdamW a step is at most about the learning rate, whatever the gradient
     parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
@@ -116,19 +117,15 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    with one_line_errors():
-        launch.check_environment()
-        # [03] not RANK, which counts the processes of all machines
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = launch.get_device(args.device, local_rank)
-    # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent()
-    if device.type == "cpu":
-        # otherwise the C library returns memory and gets it again, step after step
-        launch.keep_freed_memory()
-    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # [03] ends this process if no launcher started it, or once the launcher is killed
+    launch.check()
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args.device, local_rank)
+    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    precision = "tf32" if args.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     # otherwise two runs on a GPU can differ in the last bits
     torch.backends.cudnn.deterministic = args.deterministic
     if device.type == "cuda":
@@ -156,13 +153,9 @@ def log(text):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main_process():
-        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
     # [11] windows of one long text
     with one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
-    if is_main_process():
-        dist.barrier()
     check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
     local_batch_size = args.batch_size // dist.get_world_size()
@@ -194,29 +187,28 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
-def autocast(args):
-    """Return the context of a forward pass in the precision that --amp asks for."""
-    # [05] convolutions and matrix products in low precision, losses in float32
+def forward(args, model, batch, meter):
+    """Return a batch's mean loss, and add it to the meter."""
+    inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
+    # [05] matrix products in low precision, losses in float32
     dtype = AMP_DTYPES[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    with torch.autocast(args.device.type, dtype, enabled=dtype is not None):
+        outputs = model(inputs)  # [11] token numbers, which an embedding takes
+        # [11] one prediction per token: [B, T, 256] as [B * T, 256]
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    meter.update(loss, outputs, targets)
+    return loss
 
 
 def accumulate_gradients(args, model, batch, scaler, meter):
     """Run forward and backward on one micro-batch after the other."""
     # [08] one micro-batch at a time is on the device
-    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
-    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
-        # [11] token numbers as they are: an embedding takes the place of normalize
-        inputs = inputs.to(args.device, non_blocking=True)
-        targets = targets.to(args.device, non_blocking=True)
+    parts = zip(*(each.chunk(args.grad_accum_steps) for each in batch), strict=True)
+    for micro_step, part in enumerate(parts, start=1):
         last = micro_step == args.grad_accum_steps
         # [12] otherwise FSDP averages the gradients after every micro-batch
         model.set_requires_gradient_sync(last)
-        with autocast(args):
-            outputs = model(inputs)
-            # [11] one prediction per token: [B, T, 256] as [B * T, 256]
-            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        meter.update(loss, outputs, targets)
+        loss = forward(args, model, part, meter)
         # [08] otherwise the gradients are a sum over micro-batches, not their mean
         loss = loss / args.grad_accum_steps
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
@@ -230,27 +222,28 @@ def should_stop(received_signals, group):
 
 
 def train_one_epoch(args, epoch, model, loader, state, stop):
-    """Take one optimizer step per global batch; return the epoch's metrics.
+    """Take one optimizer step per global batch, until `stop()` is true after one.
 
-    Return None if `stop()` was true after a step.
+    Return the epoch's metrics, and whether it was stopped.
     """
     model.train()
     meter = meters.Meter(args.device)
     optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
     done = state.step - (epoch - 1) * len(loader)
-    if done and is_main_process():
-        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
-    # [11] otherwise every epoch cuts the text at the same places
-    loader.dataset.epoch.fill_(epoch)
+    if done:
+        # [09] what was counted in them is lost
+        log(f"the train metrics of epoch {epoch} leave out its first {done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
+    stopping = False  # [10] also if all steps of the epoch were taken before
     for batch in batches:
         state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
         torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
+        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         # [08] otherwise the activations of the whole local batch have to fit
         accumulate_gradients(args, model, batch, scaler, meter)
         if args.clip_grad:
@@ -261,35 +254,32 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
+        else:
+            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
         stopping = stop()
         # [09] otherwise a crash loses every step so far
         due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
         if due or stopping:
-            save_checkpoint(args, state, meter.sums)
+            save_checkpoint(args, state)
         if stopping:
-            # [10] otherwise the launcher kills rank 0 while it is still writing
-            dist.barrier()
-            return None
+            break  # [10] to the all-reduce, in which all wait until rank 0 has written
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
-    return meter.compute()
+    return meter.compute(), stopping
 
 
 # ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
+    # [07] otherwise each rank evaluates with its own buffers, such as BatchNorm's means
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for inputs, targets in batches:
-        inputs = inputs.to(args.device, non_blocking=True)
-        targets = targets.to(args.device, non_blocking=True)
-        with autocast(args):  # [05] evaluate in the precision of the training
-            outputs = model(inputs)
-            # [11] one prediction per token, as in training
-            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        meter.update(loss, outputs, targets)
+    for batch in batches:
+        forward(args, model, batch, meter)
     # [07] sums and counts add up; averages of shards of different sizes do not
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -303,10 +293,15 @@ def shard_model(args, model):
     # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
     # still chooses the type of each operation, float32 for the norms and the loss
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
-    options = {"mesh": mesh, "mp_policy": policy}
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
-        fully_shard(block, **options, reshard_after_forward=args.reshard_after_forward)
-    fully_shard(model, **options)  # [12] the weights that are in no block
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # [12] the weights in no block
+
+
+def is_finite(model):
+    """Return whether all weights are finite: if one is not, the training diverged."""
+    norm = nn.utils.get_total_norm(model.parameters())
+    return norm.full_tensor().isfinite().item()  # [12] a DTensor, as the weights are
 
 
 class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
@@ -318,8 +313,6 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
         self.scheduler = scheduler
         self.scaler = scaler
         self.step = 0
-        # of the Meters of all ranks, in this epoch
-        self.sums = torch.zeros(4, dtype=torch.float64)
 
     def state_dict(self):
         # [13] of each weight, and of its momenta, the shard of this process
@@ -331,7 +324,6 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.step,
-            "sums": self.sums,
         }
 
     def load_state_dict(self, state_dict):
@@ -345,24 +337,23 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.scaler.load_state_dict(state_dict["scaler"])
         self.step = state_dict["step"]
-        self.sums = state_dict["sums"]
 
 
-def save_checkpoint(args, state, sums):
+def save_checkpoint(args, state):
     """Write a checkpoint: each process writes its shards."""
     if args.checkpoint_dir is None:
         return
-    state.sums = sums.clone()
-    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
-    # [12] a DTensor, as the weights are
-    norm = nn.utils.get_total_norm(state.model.parameters()).full_tensor()
     # [09] otherwise a run that diverged resumes from useless weights, again and again
-    if not (norm + state.sums.sum()).isfinite():
-        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
+    if not is_finite(state.model):
+        log(f"step {state.step}: not saved, since a weight is not finite")
         return
     path = args.checkpoint_dir / checkpoint.name(state.step)
     # [13] until all have written: otherwise an unfinished one looks like a checkpoint
     unfinished = path.with_name(f".{path.name}.tmp")
+    if is_main_process():
+        # [13] otherwise shards that a killed save has left become a part of this one
+        checkpoint.remove(unfinished)
+    dist.barrier()  # [13] otherwise rank 0 can remove new shards, too
     try:
         dcp.save({"app": state}, checkpoint_id=unfinished)
     except dcp.CheckpointException as error:
@@ -379,19 +370,20 @@ def load_latest(args, state):
     """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
-    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
-    with one_line_errors("--checkpoint-dir:"):
-        launch.on_rank0(
-            checkpoint.check_flags, args.checkpoint_dir, flags, sharded=True
-        )
-        # [09] rank 0 looks, so that all resume from the same step
-        found = launch.on_rank0(checkpoint.paths, args.checkpoint_dir, sharded=True)
+    answer = [None]
+    if is_main_process():
+        answer = [checkpoint.find(args.checkpoint_dir, args.fixed(), sharded=True)]
+    # [09] rank 0 looks, so that all resume from the same step
+    dist.broadcast_object_list(answer)
+    found, problem = answer[0]
+    if problem:
+        fail(f"--checkpoint-dir: {problem}")
     for path in found:
         try:
             dcp.load({"app": state}, checkpoint_id=path)
         except dcp.CheckpointException as error:
             # [13] on all ranks, if one of them cannot read
-            log(f"{path.name} not read ({checkpoint.reason(error)})")
+            log(f"skipping checkpoint {path} ({checkpoint.reason(error)})")
         else:
             log(f"resumed from step {state.step}")
             return
@@ -428,33 +420,36 @@ def run(args):
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated
     first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
+    saved = True
     received_signals = launch.catch_signals()
     # [10] a group on the CPU: otherwise the answer waits for the GPU
     group = dist.new_group(backend="gloo", timeout=args.timeout)
     stop = partial(should_stop, received_signals, group)
     for epoch in range(first_epoch, args.epochs + 1):
+        # [11] otherwise every epoch cuts the text at the same places
+        train_loader.dataset.epoch.fill_(epoch)
         # [12] there is no wrapper: fully_shard has changed the model itself
-        train = train_one_epoch(args, epoch, model, train_loader, state, stop)
-        if train is None:
+        train, stopped = train_one_epoch(args, epoch, model, train_loader, state, stop)
+        if stopped:
             return 143  # [10] not 0: otherwise nobody starts the run again
+        if not is_finite(model):
+            # otherwise useless weights overwrite the last good ones
+            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         # [11] the loss in nats, as the bits per byte of a compressor with this model
         bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
         log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
-        if not math.isfinite(train["loss"] + val["loss"]):
-            # otherwise useless weights overwrite the last good ones
-            log("stopped: the loss is not finite; a lower --lr may help")
-            return 1
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
-                weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+                saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     if args.sample:  # [11] by all ranks, which draw the same bytes
-        log(generate(model, b"\n", args.sample).decode(errors="replace"))
-    return 0
+        log(text.printable(generate(model, b"\n", args.sample)))
+    return 0 if saved else 1
 
 
 def main():

@@ -8,9 +8,9 @@ import gc
 import math
 import os
 import sys
-from argparse import BooleanOptionalAction
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,18 +59,12 @@ from common.meters import format_metrics
 
 # [05] bf16 where the hardware has it, fp16 on older GPUs
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# [09] a resumed run may have other values of these; all others decide what it learns
-MAY_DIFFER = {"checkpoint_dir", "checkpoint_every", "keep_checkpoints", "out_dir"}
-MAY_DIFFER |= {"sample", "workers", "device", "timeout", "evaluate"}
-MAY_DIFFER |= {"grad_accum_steps"}  # as harmless as another number of processes
-MAY_DIFFER |= {"reshard_after_forward"}  # [12] it decides when weights are gathered
-MAY_DIFFER |= {"tensor_parallel", "mesh", "dp_rank", "tp_rank"}  # [14] who does what
 
 
 # ---- 1. flags ------------------------------------------------------------------------
 def parse_args():
     """Parse and check the flags: those of common/args.py, and this stage's own."""
-    parser = TextArgumentParser(__doc__)
+    parser = TextArgumentParser(__doc__)  # [11] with flags of a text, and of a GPT
     parser.add_argument(
         "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
@@ -80,36 +74,44 @@ def parse_args():
     # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
         "--grad-accum-steps",
+        may_differ=True,  # [09] a resumed run can have another number of them
         type=positive_int,
         default=1,
         help="micro-batches that each process splits its local batch into",
     )
     # [09] on a disk that every node sees, and that outlives the job
     parser.add_argument(
-        "--checkpoint-dir", type=writable_dir, help="save here; resume from the latest"
+        "--checkpoint-dir",
+        may_differ=True,
+        type=writable_dir,
+        help="save here; resume from the latest",
     )
     parser.add_argument(
         "--checkpoint-every",
+        may_differ=True,
         type=positive_int,
         default=100,
         help="steps between checkpoints; there is also one after every epoch",
     )
     parser.add_argument(
-        "--keep-checkpoints", type=positive_int, default=2, help="how many to keep"
+        "--keep-checkpoints",
+        may_differ=True,
+        type=positive_int,
+        default=2,
+        help="how many to keep",
     )
     parser.add_argument(
-        "--sample", type=number(int, ge=0), default=200, help="bytes to draw at the end"
-    )
-    parser.add_argument(
-        "--reshard-after-forward",
-        action=BooleanOptionalAction,
-        default=True,  # [12] otherwise all the weights are whole between two passes
-        help="gather the weights again in the backward pass",
+        "--sample",
+        may_differ=True,
+        type=number(int, ge=0),
+        default=200,
+        help="bytes to draw at the end",
     )
     # [14] for a global batch smaller than the number of devices, or a large layer
     parser.add_argument(
         "--tensor-parallel",
         type=positive_int,
+        may_differ=True,
         default=1,
         help="processes that share the work of each layer",
     )
@@ -133,23 +135,19 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    with one_line_errors():
-        launch.check_environment()
-        # [03] not RANK, which counts the processes of all machines
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = launch.get_device(args.device, local_rank)
+    # [03] ends this process if no launcher started it, or once the launcher is killed
+    launch.check()
+    # [03] not RANK, which counts the processes of all machines
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = launch.get_device(args.device, local_rank)
     # [14] before they connect: otherwise one that ends breaks the others' connections
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % args.tensor_parallel:
         fail(f"--tensor-parallel must divide the number of processes ({world_size})")
-    # [03] otherwise a launcher that is killed leaves its processes training
-    launch.die_with_parent()
-    if device.type == "cpu":
-        # otherwise the C library returns memory and gets it again, step after step
-        launch.keep_freed_memory()
-    # off by default: TF32 keeps 10 bits of a factor's fraction, float32 has 23
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    precision = "tf32" if args.tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
     # otherwise two runs on a GPU can differ in the last bits
     torch.backends.cudnn.deterministic = args.deterministic
     if device.type == "cuda":
@@ -163,12 +161,21 @@ def setup(args):
     return device
 
 
-def make_mesh(args):
-    """Return the processes as a grid: a row is a tp group, and a column a dp group."""
+class Ranks(NamedTuple):
+    """The place of this process in a grid: a row is a tp group, a column a dp group."""
+
+    mesh: dist.DeviceMesh
+    dp: int  # [14] decides which samples this process gets
+    tp: int  # [14] and which shard of each layer
+
+
+def make_ranks(args):
+    """Arrange the processes in a grid; return the Ranks of this one."""
     launch.ignore_mesh_warnings()  # [14] of two all-reduces for a norm, and of a view
     # [14] tp last: its ranks are neighbors, on one machine, since every layer waits
     shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
-    return dist.init_device_mesh(args.device.type, shape, mesh_dim_names=("dp", "tp"))
+    mesh = dist.init_device_mesh(args.device.type, shape, mesh_dim_names=("dp", "tp"))
+    return Ranks(mesh, *mesh.get_coordinate())
 
 
 def is_main_process():
@@ -183,20 +190,16 @@ def log(text):
 
 
 # ---- 3. data -------------------------------------------------------------------------
-def make_loaders(args):
+def make_loaders(args, ranks):
     """Return the loaders of this process's training and validation batches."""
-    if not is_main_process():
-        dist.barrier()  # [03] rank 0 goes first: otherwise all of them download at once
     # [11] windows of one long text
     with one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
-    if is_main_process():
-        dist.barrier()
     # [14] a shard of the data for each tp group, whose ranks get the same samples
-    rank, ranks = args.dp_rank, args.mesh["dp"].size()
-    check_batch_size(args.batch_size, ranks, len(train_set), named="tp groups")
+    rank, groups = ranks.dp, ranks.mesh["dp"].size()
+    check_batch_size(args.batch_size, groups, len(train_set), named="tp groups")
     # [03] otherwise the global batch grows with the number of processes
-    local_batch_size = args.batch_size // ranks
+    local_batch_size = args.batch_size // groups
     # [08] otherwise a sample of a smaller micro-batch weighs more
     if local_batch_size % args.grad_accum_steps:
         fail(f"--grad-accum-steps must divide the local batch ({local_batch_size})")
@@ -209,18 +212,18 @@ def make_loaders(args):
         # [03] otherwise every process trains on all the samples
         # [14] otherwise the sampler divides the samples by all processes
         sampler=DistributedSampler(
-            train_set, ranks, rank, seed=args.seed, drop_last=True
+            train_set, groups, rank, seed=args.seed, drop_last=True
         ),
         drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
     # [07] every sample exactly once: DistributedSampler would repeat some
-    shard = range(rank, len(val_set), ranks)
+    shard = range(rank, len(val_set), groups)
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
     micro_batch_size = local_batch_size // args.grad_accum_steps
     # [12] as many batches on every rank: otherwise some wait to gather weights with all
-    largest = math.ceil(len(val_set.dataset) / ranks)
+    largest = math.ceil(len(val_set.dataset) / groups)
     starts = range(0, largest, micro_batch_size)
     batches = [range(len(val_set))[i : i + micro_batch_size] for i in starts]
     val_loader = DataLoader(val_set, batch_sampler=batches, **options)
@@ -228,30 +231,29 @@ def make_loaders(args):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
-def autocast(args):
-    """Return the context of a forward pass in the precision that --amp asks for."""
-    # [05] convolutions and matrix products in low precision, losses in float32
+def forward(args, model, batch, meter, ranks):
+    """Return a batch's mean loss, and add it to the meter."""
+    inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
+    # [05] matrix products in low precision, losses in float32
     dtype = AMP_DTYPES[args.amp]
-    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    with torch.autocast(args.device.type, dtype, enabled=dtype is not None):
+        outputs = model(inputs)  # [11] token numbers, which an embedding takes
+        # [11] one prediction per token: [B, T, 256] as [B * T, 256]
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    if ranks.tp == 0:  # [14] otherwise each rank of a tp group counts the same samples
+        meter.update(loss, outputs, targets)
+    return loss
 
 
-def accumulate_gradients(args, model, batch, scaler, meter):
+def accumulate_gradients(args, model, batch, scaler, meter, ranks):
     """Run forward and backward on one micro-batch after the other."""
     # [08] one micro-batch at a time is on the device
-    parts = [tensor.chunk(args.grad_accum_steps) for tensor in batch]
-    for micro_step, (inputs, targets) in enumerate(zip(*parts, strict=True), start=1):
-        # [11] token numbers as they are: an embedding takes the place of normalize
-        inputs = inputs.to(args.device, non_blocking=True)
-        targets = targets.to(args.device, non_blocking=True)
+    parts = zip(*(each.chunk(args.grad_accum_steps) for each in batch), strict=True)
+    for micro_step, part in enumerate(parts, start=1):
         last = micro_step == args.grad_accum_steps
         # [12] otherwise FSDP averages the gradients after every micro-batch
         model.set_requires_gradient_sync(last)
-        with autocast(args):
-            outputs = model(inputs)
-            # [11] one prediction per token: [B, T, 256] as [B * T, 256]
-            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        if args.tp_rank == 0:  # [14] otherwise each rank of a tp group counts it
-            meter.update(loss, outputs, targets)
+        loss = forward(args, model, part, meter, ranks)
         # [08] otherwise the gradients are a sum over micro-batches, not their mean
         loss = loss / args.grad_accum_steps
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
@@ -264,31 +266,32 @@ def should_stop(received_signals, group):
     return count.tolist() > 0
 
 
-def train_one_epoch(args, epoch, model, loader, state, stop):
-    """Take one optimizer step per global batch; return the epoch's metrics.
+def train_one_epoch(args, epoch, model, loader, state, stop, ranks):
+    """Take one optimizer step per global batch, until `stop()` is true after one.
 
-    Return None if `stop()` was true after a step.
+    Return the epoch's metrics, and whether it was stopped.
     """
     model.train()
     meter = meters.Meter(args.device)
     optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
     done = state.step - (epoch - 1) * len(loader)
-    if done and is_main_process():
-        meter.sums += state.sums.to(args.device)  # [09] all ranks', of the steps before
-    # [11] otherwise every epoch cuts the text at the same places
-    loader.dataset.epoch.fill_(epoch)
+    if done:
+        # [09] what was counted in them is lost
+        log(f"the train metrics of epoch {epoch} leave out its first {done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     rest = skip_first_batches(loader, done)  # [09] without reading those samples
     batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
+    stopping = False  # [10] also if all steps of the epoch were taken before
     for batch in batches:
         state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
         # [14] the same in a tp group: otherwise its copies of a weight drift apart
-        torch.manual_seed(derive_seed(args.seed, state.step, args.dp_rank))
+        torch.manual_seed(derive_seed(args.seed, state.step, ranks.dp))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
+        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         # [08] otherwise the activations of the whole local batch have to fit
-        accumulate_gradients(args, model, batch, scaler, meter)
+        accumulate_gradients(args, model, batch, scaler, meter, ranks)
         if args.clip_grad:
             scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -297,36 +300,32 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
+        else:
+            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
         stopping = stop()
         # [09] otherwise a crash loses every step so far
         due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
         if due or stopping:
-            save_checkpoint(args, state, meter.sums)
+            save_checkpoint(args, state)
         if stopping:
-            # [10] otherwise the launcher kills rank 0 while it is still writing
-            dist.barrier()
-            return None
+            break  # [10] to the all-reduce, in which all wait until rank 0 has written
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
-    return meter.compute()
+    return meter.compute(), stopping
 
 
 # ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(args, model, loader):
+def evaluate(args, model, loader, ranks):
     """Return the metrics over the whole validation set."""
+    # [07] otherwise each rank evaluates with its own buffers, such as BatchNorm's means
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
-    for inputs, targets in batches:
-        inputs = inputs.to(args.device, non_blocking=True)
-        targets = targets.to(args.device, non_blocking=True)
-        with autocast(args):  # [05] evaluate in the precision of the training
-            outputs = model(inputs)
-            # [11] one prediction per token, as in training
-            loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        if args.tp_rank == 0:  # [14] otherwise a sample counts several times, here too
-            meter.update(loss, outputs, targets)
+    for batch in batches:
+        forward(args, model, batch, meter, ranks)
     # [07] sums and counts add up; averages of shards of different sizes do not
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -355,19 +354,25 @@ def split_layers(model, mesh):
     distribute_module(model, mesh)
 
 
-def shard_model(args, model):
+def shard_model(args, model, ranks):
     """Leave this process a shard of each weight; FSDP gathers the others if needed."""
     if args.tensor_parallel > 1:
-        split_layers(model, args.mesh["tp"])  # [14] FSDP then shards the shards
+        split_layers(model, ranks.mesh["tp"])  # [14] FSDP then shards the shards
+    # [14] not over all processes: those of a dp group have the same shards of layers
+    mesh = ranks.mesh["dp"]
     dtype = AMP_DTYPES[args.amp]
     # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
     # still chooses the type of each operation, float32 for the norms and the loss
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
-    # [14] not over all processes: those of a dp group have the same shards of layers
-    options = {"mesh": args.mesh["dp"], "mp_policy": policy}
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
-        fully_shard(block, **options, reshard_after_forward=args.reshard_after_forward)
-    fully_shard(model, **options)  # [12] the weights that are in no block
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # [12] the weights in no block
+
+
+def is_finite(model):
+    """Return whether all weights are finite: if one is not, the training diverged."""
+    norm = nn.utils.get_total_norm(model.parameters())
+    return norm.full_tensor().isfinite().item()  # [12] a DTensor, as the weights are
 
 
 class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
@@ -379,8 +384,6 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
         self.scheduler = scheduler
         self.scaler = scaler
         self.step = 0
-        # of the Meters of all ranks, in this epoch
-        self.sums = torch.zeros(4, dtype=torch.float64)
 
     def state_dict(self):
         # [13] of each weight, and of its momenta, the shard of this process
@@ -392,7 +395,6 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.step,
-            "sums": self.sums,
         }
 
     def load_state_dict(self, state_dict):
@@ -406,24 +408,23 @@ class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.scaler.load_state_dict(state_dict["scaler"])
         self.step = state_dict["step"]
-        self.sums = state_dict["sums"]
 
 
-def save_checkpoint(args, state, sums):
+def save_checkpoint(args, state):
     """Write a checkpoint: each process writes its shards."""
     if args.checkpoint_dir is None:
         return
-    state.sums = sums.clone()
-    dist.all_reduce(state.sums)  # [09] otherwise a resumed epoch reports its rest alone
-    # [12] a DTensor, as the weights are
-    norm = nn.utils.get_total_norm(state.model.parameters()).full_tensor()
     # [09] otherwise a run that diverged resumes from useless weights, again and again
-    if not (norm + state.sums.sum()).isfinite():
-        log(f"step {state.step}: not saved, since the loss or a weight is not finite")
+    if not is_finite(state.model):
+        log(f"step {state.step}: not saved, since a weight is not finite")
         return
     path = args.checkpoint_dir / checkpoint.name(state.step)
     # [13] until all have written: otherwise an unfinished one looks like a checkpoint
     unfinished = path.with_name(f".{path.name}.tmp")
+    if is_main_process():
+        # [13] otherwise shards that a killed save has left become a part of this one
+        checkpoint.remove(unfinished)
+    dist.barrier()  # [13] otherwise rank 0 can remove new shards, too
     try:
         dcp.save({"app": state}, checkpoint_id=unfinished)
     except dcp.CheckpointException as error:
@@ -440,19 +441,20 @@ def load_latest(args, state):
     """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
-    flags = {k: v for k, v in vars(args).items() if k not in MAY_DIFFER}
-    with one_line_errors("--checkpoint-dir:"):
-        launch.on_rank0(
-            checkpoint.check_flags, args.checkpoint_dir, flags, sharded=True
-        )
-        # [09] rank 0 looks, so that all resume from the same step
-        found = launch.on_rank0(checkpoint.paths, args.checkpoint_dir, sharded=True)
+    answer = [None]
+    if is_main_process():
+        answer = [checkpoint.find(args.checkpoint_dir, args.fixed(), sharded=True)]
+    # [09] rank 0 looks, so that all resume from the same step
+    dist.broadcast_object_list(answer)
+    found, problem = answer[0]
+    if problem:
+        fail(f"--checkpoint-dir: {problem}")
     for path in found:
         try:
             dcp.load({"app": state}, checkpoint_id=path)
         except dcp.CheckpointException as error:
             # [13] on all ranks, if one of them cannot read
-            log(f"{path.name} not read ({checkpoint.reason(error)})")
+            log(f"skipping checkpoint {path} ({checkpoint.reason(error)})")
         else:
             log(f"resumed from step {state.step}")
             return
@@ -463,7 +465,8 @@ def load_latest(args, state):
 
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
-    train_loader, val_loader = make_loaders(args)
+    ranks = make_ranks(args)  # [14] what follows depends on them, not on the rank
+    train_loader, val_loader = make_loaders(args, ranks)
     torch.manual_seed(args.seed)
     # [11] the tokens are bytes, so there are 256
     model = GPT(256, args.context_length, args.width, args.depth, args.heads)
@@ -471,9 +474,10 @@ def run(args):
     if args.evaluate:
         with one_line_errors("--evaluate:"):
             weights.load_weights(model, args.evaluate)
-    shard_model(args, model)  # [12] before the optimizer, which must update the shards
+    # [12] before the optimizer, which must update the shards
+    shard_model(args, model, ranks)
     if args.evaluate:
-        log(f"val {format_metrics(evaluate(args, model, val_loader))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader, ranks))}")
         return 0
     # [11] each weight has a step size of its own; SGD gets less far in as many steps
     optimizer = torch.optim.AdamW(
@@ -489,41 +493,43 @@ def run(args):
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated
     first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
+    saved = True
     received_signals = launch.catch_signals()
     # [10] a group on the CPU: otherwise the answer waits for the GPU
     group = dist.new_group(backend="gloo", timeout=args.timeout)
     stop = partial(should_stop, received_signals, group)
     for epoch in range(first_epoch, args.epochs + 1):
+        # [11] otherwise every epoch cuts the text at the same places
+        train_loader.dataset.epoch.fill_(epoch)
         # [12] there is no wrapper: fully_shard has changed the model itself
-        train = train_one_epoch(args, epoch, model, train_loader, state, stop)
-        if train is None:
+        train, stopped = train_one_epoch(
+            args, epoch, model, train_loader, state, stop, ranks
+        )
+        if stopped:
             return 143  # [10] not 0: otherwise nobody starts the run again
-        val = evaluate(args, model, val_loader)
+        if not is_finite(model):
+            # otherwise useless weights overwrite the last good ones
+            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            return 1
+        val = evaluate(args, model, val_loader, ranks)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         # [11] the loss in nats, as the bits per byte of a compressor with this model
         bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
         log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
-        if not math.isfinite(train["loss"] + val["loss"]):
-            # otherwise useless weights overwrite the last good ones
-            log("stopped: the loss is not finite; a lower --lr may help")
-            return 1
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
-                weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+                saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     if args.sample:  # [11] by all ranks, which draw the same bytes
-        log(generate(model, b"\n", args.sample).decode(errors="replace"))
-    return 0
+        log(text.printable(generate(model, b"\n", args.sample)))
+    return 0 if saved else 1
 
 
 def main():
     args = parse_args()
     args.device = setup(args)
-    args.mesh = make_mesh(args)
-    # [14] which samples are this process's, and which shard of each layer
-    args.dp_rank, args.tp_rank = args.mesh.get_coordinate()
     exit_code = run(args)
     # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
     gc.collect()

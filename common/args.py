@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,18 +48,21 @@ def check_batch_size(batch_size, processes, samples, named="processes"):
         fail(f"--batch-size {batch_size}: the training set has only {samples} samples")
 
 
+def usable_cores():
+    """Return how many CPU cores this process may use: Slurm can leave it a few."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def default_workers(processes):
     """Return how many workers keep a GPU busy that trains on image files: 1 to 8.
 
     Files are decoded by all the cores that this process can have, except one.
     processes: how many this script starts; a launcher says it in LOCAL_WORLD_SIZE.
     """
-    if hasattr(os, "sched_getaffinity"):  # on Linux: what Slurm leaves to this process
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(1, min(8, cores // processes - 1))
+    return max(1, min(8, usable_cores() // processes - 1))
 
 
 def number(kind, ge=-math.inf, gt=-math.inf, le=math.inf):
@@ -95,8 +99,16 @@ def writable_dir(text):
     existing = next(parent for parent in parents if parent.exists())
     if not existing.is_dir():
         raise argparse.ArgumentTypeError(f"{existing} is a file, not a directory")
-    if not os.access(existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{existing} is not writable")
+    try:
+        # Also a disk that is full, or a quota, is found now and not after an epoch.
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{existing} is not writable ({error.strerror})"
+        ) from error
     return path
 
 
@@ -141,6 +153,16 @@ def seconds(text):
     return timedelta(seconds=number(float, ge=1, le=10**6)(text))
 
 
+class Flags(argparse.Namespace):
+    """The values of the flags."""
+
+    __slots__ = ("may_differ",)  # names; not in vars(), where the flags are
+
+    def fixed(self):
+        """Return {name: value} of the flags that a resumed run must have again."""
+        return {k: v for k, v in vars(self).items() if k not in self.may_differ}
+
+
 class HelpFormatter(
     argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
 ):
@@ -161,6 +183,7 @@ class ArgumentParser(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
+        self.may_differ = set()
         self.add_data_arguments()
         add = self.add_argument
         add(
@@ -189,6 +212,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         add(
             "--workers",
+            may_differ=True,
             type=number(int, ge=0),
             help="processes of each DataLoader; None: 0, or by cores for image files",
         )
@@ -200,6 +224,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         add(
             "--device",
+            may_differ=True,
             choices=("auto", "cpu", "cuda"),
             default="auto",
             help="'auto' is cuda if a GPU is visible, otherwise cpu",
@@ -224,6 +249,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         add(
             "--timeout",
+            may_differ=True,
             type=seconds,
             default="300",
             metavar="SECONDS",
@@ -231,15 +257,27 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         add(
             "--out-dir",
+            may_differ=True,
             type=writable_dir,
             help="write metrics.jsonl, last.pt and best.pt here after every epoch",
         )
         add(
             "--evaluate",
+            may_differ=True,
             type=existing_file,
             metavar="FILE",
             help="load these weights, evaluate them, and do not train",
         )
+
+    def add_argument(self, *names, may_differ=False, **options):
+        """Add a flag; may_differ: it does not decide what a run learns.
+
+        So a run that resumes from a checkpoint may have another value of it.
+        """
+        action = super().add_argument(*names, **options)
+        if may_differ:
+            self.may_differ.add(action.dest)
+        return action
 
     def add_data_arguments(self):
         """Add the flags of the data set and of the model."""
@@ -252,12 +290,14 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         add(
             "--data-dir",
+            may_differ=True,
             type=Path,
             default=Path("data"),
             help="directory of the data set",
         )
         add(
             "--download",
+            may_differ=True,
             action="store_true",
             help="download the data set into --data-dir",
         )
@@ -296,7 +336,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **kwargs):
         """Parse and check the flags; `device` is returned as a torch.device."""
-        args = super().parse_args(*args, **kwargs)
+        args = super().parse_args(*args, namespace=Flags(), **kwargs)
+        args.may_differ = self.may_differ
         if args.device == "cuda" and not torch.cuda.is_available():
             self.error("--device cuda: no GPU is visible; use --device cpu")
         if args.device == "auto":

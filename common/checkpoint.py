@@ -5,11 +5,14 @@ is one file, step-000000100.pt, or each is a folder that torch.distributed.check
 wrote, step-000000100. While it is being written, its name begins with a dot.
 """
 
+import io
 import json
 import shutil
 import sys
 import zipfile
 from pathlib import Path
+
+import torch
 
 from common import weights
 
@@ -65,6 +68,19 @@ def check_flags(folder, flags, sharded=False):
                 )
 
 
+def find(folder, flags, sharded=False):
+    """Return (paths of the checkpoints, None), the latest first, or ([], why not).
+
+    flags, sharded: as for `check_flags` and `paths`, whose errors are the reasons. So
+    one process can look, and tell the others all that they need.
+    """
+    try:
+        check_flags(folder, flags, sharded)
+        return paths(folder, sharded), None
+    except (OSError, ValueError) as error:
+        return [], " ".join(str(error).split())
+
+
 # ---- one file each -------------------------------------------------------------------
 def save(folder, step, state, keep):
     """Write `state` as the checkpoint of a step, and remove all but the `keep` latest.
@@ -82,48 +98,30 @@ def save(folder, step, state, keep):
         sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
 
 
-def check(path):
-    """Raise ValueError if a checkpoint is truncated, or damaged in any bit."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch.load does not look at the checksums
-        weights.load(path)
-    except Exception as error:  # a flipped bit can raise anything, even KeyError
-        raise ValueError(" ".join(str(error).split())) from error
-    if damaged:
-        raise ValueError(f"the checksum of {damaged} does not match")
+def load(path, by_name=False):
+    """Return (what `save` wrote, its tensors on the CPU, None), or (None, why not).
 
-
-def find_latest(folder, by_name=False):
-    """Return the path of the latest checkpoint that is not corrupt, or None.
-
+    It is refused if it is truncated, or damaged in any bit. The file is read once, into
+    memory, which for a moment holds it twice. Runs no code from it (weights_only=True).
     by_name: whether the optimizer's state must name the weights, as a sharded model's
-    does; a plain optimizer numbers them. A line on standard error names each checkpoint
-    that is skipped. Raises ValueError if the weights are numbered, and if all are
-    corrupt, since a run that starts from scratch would remove them.
+    does; a plain optimizer numbers them.
     """
-    found = paths(folder)
-    for path in found:
-        try:
-            check(path)
-        except ValueError as error:
-            sys.stderr.write(f"skipping corrupt checkpoint {path} ({error})\n")
-            continue
-        if by_name and 0 in weights.load(path, "meta")["optimizer"]["state"]:
-            raise ValueError(
-                f"{path} is of a model that is not sharded; name another directory"
-            )
-        return path
-    if found:
-        raise ValueError(f"no checkpoint in {folder} can be read")
-    return None
-
-
-def load(path):
-    """Return what `save` wrote, its tensors on the CPU; ValueError if it cannot."""
     if not Path(path).exists():
-        raise ValueError(f"{path} must be on a disk that every node sees")
-    return weights.load(path)
+        return None, "it must be on a disk that every node sees"
+    try:
+        content = io.BytesIO(Path(path).read_bytes())
+        with zipfile.ZipFile(content) as file:
+            damaged = file.testzip()  # torch.load does not look at the checksums
+        content.seek(0)
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # a flipped bit can raise anything, even KeyError
+        why = " ".join(str(error).split()).partition(". ")[0]
+        return None, why or type(error).__name__
+    if damaged:
+        return None, f"the checksum of {damaged} does not match"
+    if by_name and 0 in state["optimizer"]["state"]:
+        return None, "it is of a model that is not sharded"
+    return state, None
 
 
 # ---- folders -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torchvision
+from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms import v2
@@ -116,13 +117,30 @@ class ImagesInMemory(Dataset):
 
 
 def read_image(path):
-    """Return the image in a file as uint8 [3, H, W]."""
+    """Return the image in a file as uint8 [3, H, W]; of 16 bits, the upper 8.
+
+    Raises ValueError, with the file's name, if it cannot.
+    """
     try:
         image = torchvision.io.decode_image(path, mode="RGB")  # faster than Pillow
     except (RuntimeError, AttributeError):
         # It does not read every format, and is to leave torchvision after 0.29.
-        return v2.functional.pil_to_tensor(datasets.folder.pil_loader(path))
-    return v2.functional.to_dtype(image, torch.uint8, scale=True)  # from 16 bits
+        return read_with_pillow(path)
+    return v2.functional.to_dtype(image, torch.uint8, scale=True)
+
+
+def read_with_pillow(path):
+    """Do what `read_image` does, for all formats that Pillow reads."""
+    try:
+        with Image.open(path) as image:
+            if image.mode in ("I", "F"):
+                raise ValueError("save it with 8 or 16 bits per pixel, not 32")
+            if image.mode.startswith("I;16"):
+                # Pillow itself would cut off what is above 255.
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class ImagesInFolder(datasets.ImageFolder):

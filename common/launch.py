@@ -1,7 +1,7 @@
 """Checks of what a launcher set up, this process's device, and signals.
 
-The scripts join the process group themselves. What stands here only checks, and raises
-ValueError if something is missing or contradictory.
+The scripts join the process group themselves. What stands here only checks, and ends
+the program with one line and exit code 2 if something is missing or contradictory.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ import sys
 import warnings
 
 import torch
-import torch.distributed as dist
+
+from common.args import fail
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
@@ -21,10 +22,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def check_environment():
-    """Check RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; ValueError.
+def check():
+    """End the program unless a launcher started it; from now on, end with the launcher.
 
-    A launcher sets them.
+    A launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     """
     values = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
@@ -33,16 +34,15 @@ def check_environment():
             lines = sys.modules["__main__"].__doc__.splitlines()
             commands = " or ".join(line for line in lines[2:] if line)
             what = f"is {text!r}, not a number" if text else "is not set"
-            raise ValueError(
-                f"{name} {what}; a launcher sets it: start with {commands}"
-            )
+            fail(f"{name} {what}; a launcher sets it: start with {commands}")
         values[name] = int(text)
     port = values.pop("MASTER_PORT")
     if not values["LOCAL_RANK"] <= values["RANK"] < values["WORLD_SIZE"]:
         shown = " ".join(f"{name}={value}" for name, value in values.items())
-        raise ValueError(f"{shown} contradict each other; leave them to the launcher")
+        fail(f"{shown} contradict each other; leave them to the launcher")
     if not os.environ.get("MASTER_ADDR") or port >= 2**16:
-        raise ValueError("MASTER_ADDR is not set, or MASTER_PORT is not a port")
+        fail("MASTER_ADDR is not set, or MASTER_PORT is not a port")
+    die_with_parent()
 
 
 def keep_freed_memory():
@@ -60,37 +60,22 @@ def keep_freed_memory():
 
 
 def get_device(device, local_rank):
-    """Return the CPU, or the GPU whose index is `local_rank`; ValueError if none is.
+    """Return the CPU, or the GPU whose index is `local_rank`.
 
-    device: a torch.device of the kind that is asked for.
+    device: a torch.device of the kind that is asked for. Ends the program if there is
+    no such GPU. On the CPU, the process keeps memory that is freed for its next use.
     """
     if device.type == "cpu":
+        keep_freed_memory()
         return device
     gpus = torch.cuda.device_count()
     if local_rank >= gpus:
-        raise ValueError(
+        fail(
             f"--device cuda: local rank {local_rank} has no GPU, since {gpus} are"
             " visible; start one process per GPU, and let every process see all GPUs"
             " of its machine"
         )
     return torch.device("cuda", local_rank)
-
-
-def on_rank0(function, *args, **kwargs):
-    """Call a function on rank 0; return its result, or raise its error, on every rank.
-
-    The result and the error (an OSError or a ValueError) are pickled on their way.
-    """
-    answer = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = function(*args, **kwargs)
-        except (OSError, ValueError) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
 
 
 def die_with_parent():

@@ -66,6 +66,8 @@ class Meter:
 
 def format_metrics(metrics):
     """Return the metrics as text, without the seconds, so that runs can be compared."""
+    if metrics["count"] == 0:
+        return "(no samples)"
     return "loss {loss:.3f} acc@1 {acc1:.2f} acc@5 {acc5:.2f}".format(**metrics)
 
 

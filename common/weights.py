@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 
@@ -102,15 +103,30 @@ def save_epoch(folder, epoch, train, val, weights):
 
     epoch: counted from 1; train, val: what Meter.compute returned; weights: a
     state_dict. Rows of this epoch and of later ones, left by an earlier run, are
-    dropped.
+    dropped. But if `train` counts nothing, since that run took all steps of the epoch,
+    its metrics of the training stay.
+
+    Returns whether that worked. If the disk is full, say, a line on standard error says
+    why, and a file that could not be written keeps its old contents.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    earlier = [row for row in read_metrics(folder) if row["epoch"] < epoch]
-    rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
     weights = {name: tensor.cpu() for name, tensor in weights.items()}
-    save(weights, folder / "last.pt")
-    if all(row["val"]["acc1"] < val["acc1"] for row in earlier):
-        save(weights, folder / "best.pt")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(folder / "metrics.jsonl", lambda file: file.write(text.encode()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_metrics(folder)
+        earlier = [row for row in found if row["epoch"] < epoch]
+        if train["count"] == 0:
+            train = next((r["train"] for r in found if r["epoch"] == epoch), train)
+        rows = [*earlier, {"epoch": epoch, "train": train, "val": val}]
+        save(weights, folder / "last.pt")
+        if all(row["val"]["acc1"] < val["acc1"] for row in earlier):
+            save(weights, folder / "best.pt")
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomically(
+            folder / "metrics.jsonl", lambda file: file.write(text.encode())
+        )
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises the second
+        reason = str(error).partition("\n")[0]
+        sys.stderr.write(f"epoch {epoch}: {folder} not written ({reason})\n")
+        return False
+    return True

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 from torchvision import datasets
+from torchvision.models import WeightsEnum
 
 from tools import harness
 
@@ -171,7 +172,7 @@ def signalled_from_outside(step, name):
 # ---- files ---------------------------------------------------------------------------
 def no_large_files(most, ranks=RANKS):
     """Limit the size of a file for these ranks, as a full disk would."""
-    if os.environ["RANK"] in ranks:
+    if os.environ.get("RANK") in ranks:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
@@ -200,16 +201,22 @@ def hide_checkpoints(*ranks):
         Path.glob = remaining
 
 
-def not_writable():
-    """Have no folder be writable, as for a user who is not root."""
-    os.access = lambda *_: False
-
-
 def use_mirror(url):
     """Have torchvision download FashionMNIST from `url`, and not check the MD5."""
     kind = datasets.FashionMNIST
     kind.mirrors = [url]
     kind.resources = [(name, None) for name, _ in kind.resources]
+
+
+def on_two_machines(disks, url):
+    """Have ranks 0 and 1 be on one machine, and 2 and 3 on another.
+
+    disks: a folder of each, to which torchvision downloads weights, from `url`.
+    """
+    machine, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    os.environ["TORCH_HOME"] = str(disks[machine])
+    WeightsEnum.url = property(lambda _: url)
 
 
 # ---- training ------------------------------------------------------------------------

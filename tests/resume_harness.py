@@ -15,6 +15,7 @@ from common import weights
 from common.gpt import GPT
 from tests.fault_injection import RANKS
 from tests.fault_injection import signalled
+from tests.training import ranks_of
 from tests.training import small_workload
 from tests.training import start_stage
 from tests.training import train_in_forks
@@ -113,9 +114,7 @@ class Run:
         """Look at the last checkpoint and the metrics of this run, which has ended."""
         state = read_state(self.paths()[0])
         assert state["step"] == state["scheduler"]["last_epoch"] == STEPS, what
-        targets = small_workload(self.stage, SAMPLES).train
-        assert state["sums"][3] == targets, what
-        assert [row["train"]["count"] for row in rows(self.out_dir)] == [targets] * 2
+        assert [row["epoch"] for row in rows(self.out_dir)] == [1, 2], what
 
 
 def read_state(path):
@@ -124,7 +123,9 @@ def read_state(path):
         with tempfile.TemporaryDirectory() as folder:
             dcp_to_torch_save(path, f"{folder}/whole.pt")
             return torch.load(f"{folder}/whole.pt", weights_only=False)["app"]
-    return checkpoint.load(path)
+    state, problem = checkpoint.load(path)
+    assert problem is None
+    return state
 
 
 def step_of(path):
@@ -154,8 +155,8 @@ def rows(out_dir):
 def assert_same(out_dir, reference, what="", atol=0):
     """Assert that a run wrote the weights of another one, and the same metrics.
 
-    atol: how far a weight may be from the other. The sums of the metrics are added up
-    in another order after a run has been resumed.
+    atol: how far a weight may be from the other. The metrics of the training are those
+    of the rest of an epoch if the run was resumed in it.
     """
     expected = reference.weights.parent
     for name in ("last.pt", "best.pt"):
@@ -163,8 +164,10 @@ def assert_same(out_dir, reference, what="", atol=0):
     ours, theirs = rows(out_dir), rows(expected)
     assert [row["epoch"] for row in ours] == [row["epoch"] for row in theirs], what
     for one, other in zip(ours, theirs, strict=True):
-        for part in ("train", "val"):
-            assert one[part] == pytest.approx(other[part], rel=1e-10), what
+        assert one["val"] == pytest.approx(other["val"], rel=1e-10), what
+        if one["train"]["count"] == other["train"]["count"]:
+            assert one["train"] == pytest.approx(other["train"], rel=1e-10), what
+        assert one["train"]["count"] <= other["train"]["count"], what
 
 
 def uninterrupted(trained, stage, processes, *flags):
@@ -183,7 +186,7 @@ def app_state(stage, module, args, seed):
     if "text" in features(stage):
         model = GPT(256, 8, 20, 1, 2)
         if "shards" in features(stage):
-            module.shard_model(args, model)
+            module.shard_model(args, model, *ranks_of(module, args))
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     else:
         model = torch.nn.Embedding(256, 20)

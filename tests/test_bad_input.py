@@ -1,12 +1,13 @@
 """Bad input gets one clear line and exit code 2, no traceback, and writes nothing."""
 
+import functools
 import socket
 
 import pytest
 import torch
 
 from tests.conftest import only_in_release
-from tests.fault_injection import not_writable
+from tests.fault_injection import no_large_files
 from tests.training import assert_one_error_line
 from tests.training import run_stage
 from tools.stages import features
@@ -134,10 +135,13 @@ def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
     assert sorted(files.rglob("*")) == before
 
 
-def test_a_directory_that_is_not_writable(tmp_path):
+def test_a_directory_on_a_disk_that_is_full(tmp_path):
+    """It is found before the training, and not after the first epoch."""
     flags, stage = ["--out-dir", tmp_path / "out"], first_with("images")
-    done = run_stage(stage, 1, flags, tmp_path, code=2, prepare=not_writable)
-    assert_one_error_line(done, f"--out-dir: {tmp_path} is not writable")
+    full = functools.partial(no_large_files, 1000, ranks=[None])
+    done = run_stage(stage, 1, flags, tmp_path / "run", code=2, prepare=full)
+    assert_one_error_line(done, f"--out-dir: {tmp_path} is not writable (File too")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")

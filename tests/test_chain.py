@@ -3,6 +3,7 @@
 import ast
 import difflib
 import re
+from collections import Counter
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -33,18 +34,12 @@ FLAGS = {  # of a feature in stages.toml
     "checkpoints": "--checkpoint-dir",
     "text": "--text-file",
 }
+TOKEN = re.compile(r"\w+|[^\w\s]")
 TAG = re.compile(r"\[(\d\d)\]")
 # What the stages teach, and what common/ must therefore neither use nor hide.
 LESSONS = {"DistributedDataParallel", "DataParallel", "autocast", "GradScaler"}
 LESSONS |= {"fully_shard", "MixedPrecisionPolicy", "init_device_mesh", "full_tensor"}
 LESSONS |= {"no_sync", "set_requires_gradient_sync"}
-# It reads and writes files, or hands on what rank 0 has read, as common/ does for the
-# stages.
-PLUMBING = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.get_rank",
-    "torch.distributed.broadcast_object_list",
-)
 
 
 def source(stage):
@@ -80,6 +75,15 @@ def hunks(before, after):
     return found
 
 
+def hands_on_a_value(removed, added):
+    """Whether all that lines of code gain is the name of one more argument."""
+    before, after = (
+        Counter(TOKEN.findall(" ".join(each))) for each in (removed, added)
+    )
+    gained = set(after - before) - {","}
+    return not before - after and len(gained) == 1 and gained.pop().isidentifier()
+
+
 def flag_lines(stage):
     """Return the lines of a script's calls of add_argument, which have a help text."""
     found = set()
@@ -107,8 +111,14 @@ def without_a_reason(before, stage):
         )
         only_flags = flags.issuperset([*added, *removed])
         only_comments = code(added) == code(removed)
+        handed_on = hands_on_a_value(code(removed), code(added))
         if start > first_banner and not (
-            says_why or brought_back or taken_away or only_flags or only_comments
+            says_why
+            or brought_back
+            or taken_away
+            or only_flags
+            or only_comments
+            or handed_on
         ):
             found.append("\n".join(lines))
     return found
@@ -118,10 +128,11 @@ def without_a_reason(before, stage):
 def test_every_hunk_says_why(before, stage):
     """Outside the header, each hunk of `diff -U3` has a comment with the stage's tag.
 
-    There are four others: a flag, which has a help text; an older comment that is
+    There are five others: a flag, which has a help text; an older comment that is
     reworded or dropped; lines of an earlier stage that come back word for word; a hunk
     that only removes, which cannot have a comment: it takes an earlier lesson away, or
-    its lines are now in another place.
+    its lines are now in another place; one that only hands a value on, to where it is
+    used.
     """
     assert without_a_reason(before, stage) == []
 
@@ -236,9 +247,7 @@ def lessons_in(source):
             continue
         for name in names:
             of_torch = f"{name}.".startswith("torch.distributed.")
-            plumbing = f"{name}.".startswith(tuple(f"{each}." for each in PLUMBING))
-            collective = of_torch and not plumbing
-            if collective or LESSONS & set(name.split(".")):
+            if of_torch or LESSONS & set(name.split(".")):
                 found.add(name)
     return found
 

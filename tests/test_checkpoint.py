@@ -6,6 +6,7 @@ import resource
 import shutil
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,21 +52,43 @@ def names(folder):
 def test_what_was_saved_is_loaded(tmp_path):
     folder = tmp_path / "new/folder"
     path = save(folder, 6, 7)
-    assert checkpoint.find_latest(folder) == path
-    state = checkpoint.load(path)
-    assert state["step"] == 7
+    assert checkpoint.paths(folder)[0] == path
+    state, problem = checkpoint.load(path)
+    assert problem is None and state["step"] == 7
     assert torch.equal(state["model"]["weight"], torch.full((10, 10), 7.0))
 
 
 def test_in_an_empty_folder_or_none_there_is_no_checkpoint(tmp_path):
-    assert checkpoint.find_latest(tmp_path) is None
-    assert checkpoint.find_latest(tmp_path / "missing") is None
+    assert checkpoint.find(tmp_path, {}) == ([], None)
+    assert checkpoint.find(tmp_path / "missing", {}) == ([], None)
 
 
 def test_a_path_that_this_node_does_not_see(tmp_path):
     path = tmp_path / "step-000000007.pt"
-    with pytest.raises(ValueError, match="must be on a disk that every node sees$"):
-        checkpoint.load(path)
+    why = "it must be on a disk that every node sees"
+    assert checkpoint.load(path) == (None, why)
+
+
+def test_a_file_is_read_once(tmp_path):
+    """The others wait for a process that reads, and a large file takes long."""
+    path = save(tmp_path, 1, size=2000)  # 16 MB
+    characters = Path("/proc/self/io").read_text
+    before = int(re.search(r"rchar: (\d+)", characters())[1])
+    _, problem = checkpoint.load(path)
+    read = int(re.search(r"rchar: (\d+)", characters())[1]) - before
+    assert problem is None
+    assert 1 <= read / path.stat().st_size < 1.1
+
+
+def test_the_optimizers_state_must_name_the_weights_if_asked_for(tmp_path):
+    for step, key in ((1, 0), (2, "weight")):
+        state = {"optimizer": {"state": {key: {"step": 3}}}}
+        checkpoint.save(tmp_path, step, state, keep=2)
+    by_name, by_number = checkpoint.paths(tmp_path)
+    assert checkpoint.load(by_number)[1] is None
+    assert checkpoint.load(by_name, by_name=True)[1] is None
+    refused = "it is of a model that is not sharded"
+    assert checkpoint.load(by_number, by_name=True) == (None, refused)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -98,9 +121,8 @@ def test_what_killed_saves_have_left_is_removed(sharded, tmp_path):
 def test_one_that_was_skipped_stays_until_a_later_step_is_saved(tmp_path):
     """It may be valid: perhaps only a read failed."""
     save(tmp_path, 40, 50, 60)
-    latest, older = checkpoint.paths(tmp_path)
+    latest, _ = checkpoint.paths(tmp_path)
     latest.write_bytes(b"")
-    assert checkpoint.find_latest(tmp_path) == older
     save(tmp_path, 55)
     assert steps_in(tmp_path) == [60, 55, 50]
     save(tmp_path, 65)
@@ -174,16 +196,13 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_corrupt_file_is_skipped_in_a_line(damage, tmp_path, capsys):
-    older, latest = (save(tmp_path, step, size=100) for step in (1, 2))
-    damage(latest)
-    assert checkpoint.find_latest(tmp_path) == older
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"skipping corrupt checkpoint {latest} \(.+\)", line)
-    damage(older)
+def test_a_corrupt_file_is_not_loaded_and_one_line_says_why(damage, tmp_path):
+    path = save(tmp_path, 1, size=100)
+    damage(path)
     files = names(tmp_path)
-    with pytest.raises(ValueError, match=rf"^no checkpoint in {tmp_path} can be read$"):
-        checkpoint.find_latest(tmp_path)
+    state, problem = checkpoint.load(path)
+    assert state is None
+    assert 5 < len(problem) < 120 and "\n" not in problem
     assert names(tmp_path) == files
     assert not (tmp_path / "was-run").exists()
 
@@ -198,18 +217,16 @@ def test_a_pickle_that_would_run_code_runs_it_if_torch_lets_it(tmp_path):
 def test_no_flipped_bit_loads_other_values(tmp_path, capsys):
     """It is noticed, or it is one that changes nothing, such as a date."""
     path = save(tmp_path, 1)
-    good, expected = path.read_bytes(), checkpoint.load(path)
+    good, (expected, _) = path.read_bytes(), checkpoint.load(path)
     noticed = 0
     for place in range(0, len(good), 7):
         content = bytearray(good)
         content[place] ^= 1 << place % 8
         path.write_bytes(content)
-        try:
-            checkpoint.check(path)
-        except ValueError:
+        state, problem = checkpoint.load(path)
+        if problem:
             noticed += 1
             continue
-        state = checkpoint.load(path)
         assert state["step"] == 1, place
         weight = expected["model"]["weight"]
         assert torch.equal(state["model"]["weight"], weight), place
@@ -300,6 +317,20 @@ def test_a_folder_without_noted_flags_is_taken_as_it_is(tmp_path):
     assert names(tmp_path) == {"step-000000001.pt"}
 
 
+def test_what_a_folder_may_not_be_used_for_is_a_reason(tmp_path):
+    """Which can be sent to other processes, and is one line."""
+    folder = tmp_path / "files"
+    assert checkpoint.find(folder, {"lr": 0.1}) == ([], None)
+    path = save(folder, 1)
+    assert checkpoint.find(folder, {"lr": 0.1}) == ([path], None)
+    found, why = checkpoint.find(folder, {"lr": 0.2})
+    assert found == [] and "were written with --lr 0.1, not 0.2" in why
+    found, why = checkpoint.find(folder, {"lr": 0.1}, sharded=True)
+    assert found == [] and "name another directory" in why
+    found, why = checkpoint.find(path / "below a file", {})
+    assert found == [] and "Not a directory" in why
+
+
 def test_a_model_survives(tmp_path):
     """What a script saves: the state_dicts of a model and of its optimizer."""
     model = nn.Linear(3, 2)
@@ -308,7 +339,7 @@ def test_a_model_survives(tmp_path):
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint.save(tmp_path, 1, state, keep=1)
-    loaded = checkpoint.load(checkpoint.find_latest(tmp_path))
+    loaded, _ = checkpoint.load(*checkpoint.paths(tmp_path))
     momentum = loaded["optimizer"]["state"][0]["momentum_buffer"]
     assert torch.equal(momentum, torch.ones(2, 3))
     assert torch.equal(loaded["model"]["bias"], model.bias.data)

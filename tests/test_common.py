@@ -9,6 +9,7 @@ import importlib
 import itertools
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import termios
+import warnings
 from pathlib import Path
 
 import psutil
@@ -60,8 +62,8 @@ def use_args(module):
 def use_checkpoint(module):
     for step in (1, 2):
         module.save("checkpoints", step, {"step": step}, keep=1)
-    assert module.load(module.find_latest("checkpoints")) == {"step": 2}
-    assert len(module.paths("checkpoints")) == 1
+    (path,) = module.paths("checkpoints")
+    assert module.load(path) == ({"step": 2}, None)
 
 
 def use_data(module):
@@ -447,14 +449,17 @@ def test_a_worker_ends_at_a_sigterm_of_its_own_process_only():
 def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
     """By default no TF32, and the same bits every time."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32
+    before = cudnn.deterministic, cudnn.conv.fp32_precision, matmul.fp32_precision
     flags = [*(["--tf32"] * tf32), *(["--no-deterministic"] * (not deterministic))]
     try:
-        load_stage(FIRST).setup(arguments(*flags))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the old names are not to be mixed with
+            load_stage(FIRST).setup(arguments(*flags))
         assert cudnn.deterministic == deterministic
-        assert cudnn.allow_tf32 == matmul.allow_tf32 == tf32
+        precision = "tf32" if tf32 else "ieee"
+        assert cudnn.conv.fp32_precision == matmul.fp32_precision == precision
     finally:
-        cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = before
+        cudnn.deterministic, cudnn.conv.fp32_precision, matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("name", ["channels_last", "contiguous"])
@@ -523,9 +528,10 @@ def test_a_prefix_of_a_wrapper_is_named(tmp_path):
 
 
 # ---- files ---------------------------------------------------------------------------
-def save_epoch(folder, epoch, acc1):
-    metrics, state = {"loss": 1.0, "acc1": acc1}, {"w": torch.full((2,), float(epoch))}
-    weights.save_epoch(folder, epoch, metrics, metrics, state)
+def save_epoch(folder, epoch, acc1, trained=10):
+    metrics = {"loss": 1.0, "acc1": acc1, "count": 10}
+    train, state = {**metrics, "count": trained}, {"w": torch.full((2,), float(epoch))}
+    return weights.save_epoch(folder, epoch, train, metrics, state)
 
 
 def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
@@ -538,6 +544,31 @@ def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
     assert weights.load(tmp_path / "best.pt")["w"].tolist() == [1, 1]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best.pt", "last.pt", "metrics.jsonl"]
+
+
+def test_an_epoch_that_is_only_evaluated_again_keeps_its_training_metrics(tmp_path):
+    save_epoch(tmp_path, 1, 50.0)
+    save_epoch(tmp_path, 1, 60.0, trained=0)
+    (row,) = weights.read_metrics(tmp_path)
+    assert (row["train"]["count"], row["train"]["acc1"]) == (10, 50.0)
+    assert row["val"]["acc1"] == 60.0
+
+
+def test_an_epoch_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    """And leaves what is there, and the run can try again after the next one."""
+    assert save_epoch(tmp_path, 1, 50.0)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert not save_epoch(tmp_path, 2, 60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"epoch 2: {tmp_path} not written \(.+\)", line)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert save_epoch(tmp_path, 3, 60.0)
+    assert [row["epoch"] for row in weights.read_metrics(tmp_path)] == [1, 3]
 
 
 def test_a_write_that_fails_leaves_the_old_file_unchanged(tmp_path):

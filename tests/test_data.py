@@ -1,8 +1,10 @@
 """The data sets, in torchvision's own file formats, read by its own classes."""
 
+import contextlib
 import gzip
 import http.server
 import pickle
+import re
 import struct
 import threading
 from functools import partial
@@ -10,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
@@ -20,6 +23,7 @@ from common import data
 from common import loader
 from common import text
 from tests.conftest import only_in_release
+from tests.fault_injection import on_two_machines
 from tests.fault_injection import use_mirror
 from tests.training import run_stage
 from tools.stages import first_with
@@ -234,18 +238,49 @@ def test_workers_that_live_longer_than_an_epoch_see_the_next_one(make_set):
         assert torch.equal(samples, epoch_of(train_set, epoch))
 
 
+GRAY = np.linspace(0, 255, 12 * 8).round().reshape(12, 8).astype(np.uint8)
+
+
 @pytest.mark.parametrize(
-    "name, mode", [("a.jpg", "RGB"), ("a.png", "L"), ("a.png", "I;16"), ("a.tiff", "L")]
+    "name, mode",
+    [
+        ("a.jpg", "RGB"),
+        ("a.png", "L"),
+        ("a.png", "I;16"),
+        ("a.tiff", "L"),
+        ("a.tiff", "I;16"),  # which torchvision does not decode
+    ],
 )
 def test_an_image_file_of_any_kind_is_read(name, mode, tmp_path):
     """A gray one has three equal channels; one of 16 bits keeps the upper 8."""
-    gray = np.linspace(0, 255, 12 * 8).round().reshape(12, 8).astype(np.uint8)
+    gray = GRAY
     pixels = {"RGB": np.stack([gray] * 3, -1), "L": gray, "I;16": gray * np.uint16(257)}
     Image.fromarray(pixels[mode]).save(tmp_path / name)
     image = data.read_image(str(tmp_path / name))
     assert image.shape == (3, 12, 8) and image.dtype == torch.uint8
     worst = (image.int() - torch.from_numpy(gray.astype(int))).abs().max()
     assert worst <= (6 if name.endswith("jpg") else 0)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_an_image_of_32_bits_is_refused_by_its_name(kind, tmp_path):
+    """Its values have no fixed range: cut to 8 bits, they would be noise."""
+    path = tmp_path / "a.tiff"
+    Image.fromarray(GRAY.astype(kind) / kind(2)).save(path)
+    with pytest.raises(ValueError, match=rf"^{path}: save it with 8 or 16 bits"):
+        data.read_image(str(path))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named(workers, folder_of_images, tmp_path):
+    (path,) = sorted((folder_of_images / "train").rglob("*.*"))[:1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    flags = ["--data", "imagefolder", "--data-dir", folder_of_images, "--device", "cpu"]
+    flags += ["--image-size", "32", "--batch-size", "12", "--workers", workers]
+    run = tmp_path / "run"
+    done = run_stage(first_with("images"), 1, flags, run, code=1)
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(rf"ValueError: {path}: .*(truncated|cannot identify)", last)
 
 
 def test_fashionmnist_by_the_script(tmp_path, device):
@@ -308,28 +343,37 @@ class Counter(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(
+@contextlib.contextmanager
+def serving(folder):
+    """Serve a folder's files on this machine; yield the address."""
+    Counter.asked.clear()
+    handler = partial(Counter, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+each_stage = pytest.mark.parametrize(
     "stage",
     [
         only_in_release(stage, unless=stage == first_with("torchrun"))
         for stage in with_feature("images", "torchrun")
     ],
 )
+
+
+@each_stage
 def test_three_ranks_download_once(stage, tmp_path):
     """From a server on this machine, which counts what it is asked for."""
-    Counter.asked.clear()
     (tmp_path / "site").mkdir()
     for name, content in fashion_files().items():
         (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress(content))
-    handler = partial(Counter, directory=tmp_path / "site")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/"
+    with serving(tmp_path / "site") as url:
         flags = ["--data", "fashionmnist", "--data-dir", tmp_path / "data"]
         flags += ["--download", "--epochs", "1", "--device", "cpu"]
         prepare = partial(use_mirror, url)
         done = run_stage(stage, 3, flags, tmp_path / "run", prepare=prepare)
-        server.shutdown()
     assert "3 processes on gloo" in done.ranks[0].stdout
     assert not any(one.stdout for one in done.ranks[1:])
     # torchvision asks twice for a file that it downloads once: the first time to see
@@ -337,3 +381,21 @@ def test_three_ranks_download_once(stage, tmp_path):
     assert sorted(Counter.asked) == sorted(
         2 * [f"{name}.gz" for name in fashion_files()]
     )
+
+
+@each_stage
+@pytest.mark.parametrize("shared_disk", [True, False])
+def test_each_disk_gets_pretrained_weights_once(stage, shared_disk, tmp_path):
+    """Of two machines with two ranks each."""
+    (tmp_path / "site").mkdir()
+    arch = "shufflenet_v2_x0_5"  # the smallest of torchvision's
+    state = torchvision.models.get_model(arch).state_dict()
+    torch.save(state, tmp_path / "site" / f"{arch}.pth")
+    with serving(tmp_path / "site") as url:
+        flags = ["--data", "fake", "--image-size", "32", "--images", "48"]
+        flags += ["--arch", arch, "--pretrained", "--epochs", "1", "--device", "cpu"]
+        disks = [tmp_path / f"disk{number % (2 - shared_disk)}" for number in range(2)]
+        prepare = partial(on_two_machines, disks, f"{url}{arch}.pth")
+        done = run_stage(stage, 4, flags, tmp_path / "run", prepare=prepare)
+    assert "4 processes on gloo" in done.ranks[0].stdout
+    assert Counter.asked == [f"{arch}.pth"] * (2 - shared_disk)

@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 from nbtools.sections import sections
 from tests.conftest import only_in_release
 from tests.training import load_stage_for_vectors
+from tests.training import loaders_of
+from tests.training import ranks_of
 from tests.training import replace_data
 from tests.training import run_stage
 from tests.training import stage_args
@@ -47,7 +49,7 @@ def val_loader(module, n, batch_size):
     """Return the validation loader of this process, for a set of n vectors."""
     replace_data(module, Vectors(batch_size), Vectors(n))
     args = stage_args(module, "--batch-size", batch_size)
-    return module.make_loaders(args)[1]
+    return loaders_of(module, args)[1]
 
 
 @pytest.mark.parametrize("stage", EVALUATING)
@@ -114,11 +116,11 @@ def evaluate_in_rank(stage, rank, processes, folder):
         replace_data(module, Vectors(60), Vectors(n))
         # 1 to 5 processes divide this batch
         args = stage_args(module, "--dtype", "float64", "--batch-size", 60)
-        _, loader = module.make_loaders(args)
+        _, loader = loaders_of(module, args)
         if "text" in features(stage):  # [B, T, ...], here with T = 1
             loader = [tuple(each.unsqueeze(1) for each in batch) for batch in loader]
             model[1] = nn.Identity()
-        metrics[n] = module.evaluate(args, model, loader)
+        metrics[n] = module.evaluate(args, model, loader, *ranks_of(module, args))
     torch.save(metrics, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 
-from common import checkpoint
 from common import meters
 from common.gpt import GPT
 from common.text import TextWindows
@@ -17,6 +16,7 @@ from tests import fsdp_ranks
 from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
 from tests.resume_harness import Run
+from tests.resume_harness import read_state
 from tests.training import WINDOW
 from tests.training import run_stage
 from tests.training import skip_without_gpus
@@ -137,36 +137,20 @@ def bytes_of(weights):
 
 
 @pytest.mark.parametrize("stage", EACH)
-@pytest.mark.parametrize("flags", [(), ("--no-reshard-after-forward",)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_collectives_of_a_step(stage, micro_batches, flags, steps):
+def test_collectives_of_a_step(stage, micro_batches, steps):
     """Of four blocks, and of the weights in no block.
 
-    A forward pass gathers all five. A backward pass gathers the blocks again, if they
-    were not kept. Gradients are reduced once per step, after the last micro-batch.
+    A forward pass gathers all five. A backward pass gathers the blocks again. Gradients
+    are reduced once per step, after the last micro-batch.
     """
-    seen = steps(2, stage, "--grad-accum-steps", str(micro_batches), *flags)
+    seen = steps(2, stage, "--grad-accum-steps", str(micro_batches))
     whole, blocks = bytes_of(seen[0]["weights"])
     for rank in seen:
         gathered, _, gathered_bytes = kinds(rank, "all_gather")
-        assert gathered == micro_batches * (5 if flags else 9)
-        again = 0 if flags else blocks
-        assert gathered_bytes == micro_batches * (whole + again)
+        assert gathered == micro_batches * 9
+        assert gathered_bytes == micro_batches * (whole + blocks)
         assert kinds(rank, "reduce_scatter")[::2] == (5, whole)
-
-
-@pytest.mark.parametrize("stage", EACH)
-def test_weights_are_kept_unsharded_only_within_a_step(stage, steps):
-    """So the flag changes no weight, and not what is held between two steps."""
-    kept = steps(2, stage, "--grad-accum-steps", "1", "--no-reshard-after-forward")
-    usual = steps(2, stage, "--grad-accum-steps", "1")
-    for one, other in zip(usual, kept, strict=True):
-        for name in ("params", "grads", "states"):
-            assert one[name] == other[name]
-        assert other["memory"] <= one["memory"] + 2000
-        assert one["norms"] == other["norms"]
-        for name, weight in one["weights"].items():
-            assert torch.equal(weight, other["weights"][name])
 
 
 @pytest.mark.parametrize("stage", EACH)
@@ -245,7 +229,7 @@ def saved(device, several, tmp_path_factory):
 
 def test_a_checkpoint_is_whole_and_knows_the_weights_by_their_names(saved):
     """So it can be read without a process group, and on any number of processes."""
-    state = checkpoint.load(saved.paths()[0])
+    state = read_state(saved.paths()[0])
     model = GPT(256, WINDOW, 20, 2, 2)
     model.load_state_dict(state["model"])
     last = torch.load(saved.out_dir / "last.pt")

@@ -31,7 +31,6 @@ from tests.resume_harness import rows
 from tests.resume_harness import uninterrupted
 from tests.training import call_all
 from tests.training import injected
-from tests.training import small_workload
 from tools.harness import LIMIT
 from tools.harness import assert_gone
 from tools.harness import family
@@ -94,18 +93,16 @@ SIGNALS = [
     indirect=True,
 )
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(
-    stage,
     run,
     two,  # noqa: ARG001
     reference,
     fault,
 ):
-    targets = small_workload(stage, SAMPLES).train // 10  # in a step, of all ranks
     for step, names, who, last in SIGNALS:
         run.stop(step, *names, ranks=who)
         assert run.latest() == last
         state = read_state(run.paths()[0])
-        assert state["sums"][3] == targets * ((last - 1) % 10 + 1)
+        assert state["step"] == state["scheduler"]["last_epoch"] == last
         assert [row["epoch"] for row in rows(run.out_dir)] == [1] * (step > 10)
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)
@@ -160,10 +157,10 @@ def test_a_signal_during_loading_ends_the_run_at_once(moment, run, reference, fa
     run.stop(7, "SIGTERM")
     before = run.files()
     done = run.run(code=None, prepare=LOADING[moment])
-    # Rank 1 waits for rank 0 to load first, so it ends by the broken connection.
-    codes = {1} if moment == "loading" else {-signal.SIGTERM}
-    assert exit_codes(done)[0] == -signal.SIGTERM, done
-    assert codes.issuperset(exit_codes(done)[1:]), done
+    # A rank that is still connecting when another one ends loses the connection: 1.
+    codes = {1, -signal.SIGTERM} if moment == "loading" else {-signal.SIGTERM}
+    assert -signal.SIGTERM in exit_codes(done), done
+    assert codes.issuperset(exit_codes(done)), done
     assert run.files() == before
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)

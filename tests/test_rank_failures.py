@@ -136,7 +136,8 @@ def test_all_stages_start_and_end_like_these_two():
             text = "\n".join(sections(stage)["6. the run"])
             ends.add(text[text.index("    exit_code = run(args)") :])
             setup = "\n".join(sections(stage)["2. processes"])
-            assert re.search(r"^    launch\.die_with_parent\(", setup, re.M), stage
+            guard = "die_with_parent" if stage == SPAWN else "check"
+            assert re.search(rf"^    launch\.{guard}\(", setup, re.M), stage
         assert len(ends) == 1, stages
     both = {*with_feature("torchrun"), *with_feature("spawn")}
     assert both == {*with_feature("distributed")}

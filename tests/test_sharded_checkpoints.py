@@ -35,7 +35,6 @@ from tests.training import stage_args
 from tools.stages import first_with
 
 STAGE = first_with("sharded_checkpoints")
-SUMS = torch.arange(4, dtype=torch.float64)
 
 
 def names(folder):
@@ -101,7 +100,7 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
     kept = []
     for _ in range(2):
         take_step(first)
-        module.save_checkpoint(args, first, SUMS)
+        module.save_checkpoint(args, first)
         kept.append([plain(each).detach().clone() for each in first.model.parameters()])
     path, older = checkpoint.paths(args.checkpoint_dir, sharded=True)
     damage(path / name)
@@ -109,7 +108,7 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
     capsys.readouterr()
     module.load_latest(args, second)
     line, resumed = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{path.name} not read \(rank 0: .+\)", line)
+    assert re.fullmatch(rf"skipping checkpoint {path} \(rank 0: .+\)", line)
     assert resumed == "resumed from step 1"
     assert second.step == 1 and second.scheduler.last_epoch == 1
     for one, other in zip(kept[0], second.model.parameters(), strict=True):
@@ -122,7 +121,7 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
     which = f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read"
     assert line.endswith(f": error: {which}")
     take_step(second)
-    module.save_checkpoint(args, second, SUMS)  # in place of the damaged one
+    module.save_checkpoint(args, second)  # in place of the damaged one
     assert read_state(path)["step"] == 2
 
 
@@ -130,7 +129,7 @@ def test_an_unfinished_folder_is_not_loaded(module, args, capsys):
     first, second = (app_state(STAGE, module, args, seed) for seed in (0, 1))
     module.load_latest(args, first)
     take_step(first)
-    module.save_checkpoint(args, first, SUMS)
+    module.save_checkpoint(args, first)
     (path,) = checkpoint.paths(args.checkpoint_dir, sharded=True)
     shutil.copytree(path, args.checkpoint_dir / ".step-000000002.tmp")
     shutil.copytree(path, args.checkpoint_dir / "step-000000003")
@@ -138,6 +137,19 @@ def test_an_unfinished_folder_is_not_loaded(module, args, capsys):
     capsys.readouterr()
     module.load_latest(args, second)
     assert capsys.readouterr().out == "resumed from step 1\n"
+
+
+def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
+    """A restart on fewer ranks does not write over all of them."""
+    state = app_state(STAGE, module, args, 0)
+    module.load_latest(args, state)
+    take_step(state)
+    left = args.checkpoint_dir / ".step-000000001.tmp/__7_0.distcp"
+    left.parent.mkdir()
+    left.write_bytes(b"of rank 7 of 8")
+    module.save_checkpoint(args, state)
+    (path,) = checkpoint.paths(args.checkpoint_dir, sharded=True)
+    assert names(path) == {".metadata", SHARD}
 
 
 # ---- runs that are killed ------------------------------------------------------------
@@ -189,7 +201,7 @@ def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_pa
     reads_shards = functools.partial(signalled_at_file, "open", "*.distcp", ranks=["1"])
     done = run.run(code=None, prepare=reads_shards)
     assert exit_codes(done) == [1, -signal.SIGKILL]
-    assert "not read" not in done.stdout
+    assert "skipping" not in done.stdout
     assert run.files() == before
 
 
@@ -221,7 +233,8 @@ def test_rank_1_alone_cannot_write(trained, two, device, tmp_path, fault):
 @pytest.mark.fault(
     since="sharded_checkpoints",
     what="a file of the latest checkpoint is missing, truncated or empty",
-    sees="`step-... not read (rank ...)`; all ranks resume from the checkpoint before",
+    sees="`skipping checkpoint ... (rank ...)`; all ranks resume from the checkpoint"
+    " before",
     lost="the steps between the two, which are done again",
 )
 def test_a_shard_that_only_rank_1_reads_is_damaged(
@@ -236,8 +249,8 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(
     done = run.run()
     fault.assert_seen(done.stdout)
     assert resumed_from(done.ranks[0].stdout) == [step_of(older)] == [4]
-    (line,) = re.findall(r"^step-.* not read .*", done.stdout, re.M)
-    assert re.fullmatch(rf"{latest.name} not read \(rank \d: .+\)", line)
+    (line,) = re.findall(r"^skipping .*", done.stdout, re.M)
+    assert re.fullmatch(rf"skipping checkpoint {latest} \(rank \d: .+\)", line)
     assert not done.ranks[1].stdout
     assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
     run.assert_no_step_is_lost_or_doubled()

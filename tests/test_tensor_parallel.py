@@ -50,7 +50,6 @@ def rows(dp, tp):
 MESHES = [(1, 2), (2, 2), (1, 4), (3, 2), (2, 4)]
 MORE = {
     "accumulation": ("--grad-accum-steps", "3"),
-    "kept": ("--no-reshard-after-forward",),
     "unclipped": ("--clip-grad", "1e9"),
 }
 
@@ -68,7 +67,7 @@ def test_any_mesh_trains_the_weights_of_one_process(mesh, more, trained, device)
     flag, processes = rows(*mesh)
     skip_without_gpus(processes, device)
     flags = (*DOUBLE, *WORK.flags)
-    # accumulation and when weights are gathered do not change what is trained
+    # accumulation does not change what is trained
     plain = flags if "--clip-grad" not in more else (*flags, *more)
     one = trained(reference(STAGE), 1, *plain, how=train_in_forks)
     done = trained(STAGE, processes, *flags, *flag, *more, how=train_in_forks)

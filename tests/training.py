@@ -261,17 +261,24 @@ def load_stage_for_vectors(stage):
 
 
 def stage_args(module, *flags):
-    """Return what a stage's script, loaded as a module, makes of flags, on the CPU.
-
-    With the mesh of the processes, if the script makes one and a group is there.
-    """
+    """Return what a stage's script, loaded as a module, makes of flags, on the CPU."""
     words = ["train.py", "--device", "cpu", *map(str, flags)]
     with mock.patch.object(sys, "argv", words):
-        args = module.parse_args()
-    if hasattr(module, "make_mesh") and dist.is_initialized():
-        args.mesh = module.make_mesh(args)
-        args.dp_rank, args.tp_rank = args.mesh.get_coordinate()
-    return args
+        return module.parse_args()
+
+
+def ranks_of(module, args):
+    """Return [the Ranks of this process] if a stage's functions take them, or []."""
+    return [module.make_ranks(args)] if hasattr(module, "make_ranks") else []
+
+
+def loaders_of(module, args):
+    """Return the loaders of this process by a stage's own function.
+
+    It is taken for one that has its machine for itself.
+    """
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        return module.make_loaders(args, *ranks_of(module, args))
 
 
 def replace_data(module, train_set, val_set):
@@ -300,7 +307,9 @@ def train_first_epoch(stage, module, args, model, loader, optimizer, scheduler, 
             parts.append(lambda: False)
     elif "amp" not in features(stage):
         parts.remove(scaler)
-    return module.train_one_epoch(args, 1, model, loader, *parts)
+    parts += ranks_of(module, args)
+    metrics = module.train_one_epoch(args, 1, model, loader, *parts)
+    return metrics[0] if "signals" in features(stage) else metrics
 
 
 def sharded(model):

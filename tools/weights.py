@@ -1,6 +1,6 @@
 """How far two files of weights are apart."""
 
-from common.checkpoint import load
+from common.weights import load
 
 
 def max_abs_diff(one, other):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "13_sharded_checkpoints")]
@@ -51,6 +50,10 @@ class AsynchronousSaves:
         """Copy the state to CPU memory, and start the thread that writes the copy."""
         self.wait()  # otherwise there are two copies, and two threads in one group
         self.writer = self.make_writer(path, keep)
+        if dist.get_rank() == 0:
+            # otherwise shards that a killed save has left become a part of this one
+            checkpoint.remove(self.writer.path)
+        dist.barrier()  # otherwise rank 0 can remove new shards, too
         self.pending = dcp.async_save(
             {"app": state}, storage_writer=self.writer, process_group=self.group
         )
@@ -69,15 +72,12 @@ class AsynchronousSaves:
 
 
 # ---- stage 13 with it ----------------------------------------------------------------
-def save_checkpoint(saves, args, state, sums):
+def save_checkpoint(saves, args, state):
     """Begin to write a checkpoint; what comes before is as in the script."""
     if args.checkpoint_dir is None:
         return
-    state.sums = sums.clone()
-    dist.all_reduce(state.sums)
-    norm = nn.utils.get_total_norm(state.model.parameters()).full_tensor()
-    if not (norm + state.sums.sum()).isfinite():
-        train.log(f"step {state.step}: not saved, since it is not finite")
+    if not train.is_finite(state.model):
+        train.log(f"step {state.step}: not saved, since a weight is not finite")
         return
     path = args.checkpoint_dir / checkpoint.name(state.step)
     saves.begin(state, path, args.keep_checkpoints)

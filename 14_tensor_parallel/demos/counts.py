@@ -71,12 +71,10 @@ def make(dp, tp, sequence):
     if sequence:
         stage.split_layers = split_sequence
     mesh = dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    args = types.SimpleNamespace(
-        tensor_parallel=tp, mesh=mesh, amp="off", reshard_after_forward=True
-    )
+    args = types.SimpleNamespace(tensor_parallel=tp, amp="off")
     torch.manual_seed(0)
     model = GPT(256, TOKENS, WIDTH, DEPTH)
-    stage.shard_model(args, model)
+    stage.shard_model(args, model, stage.Ranks(mesh, *mesh.get_coordinate()))
     return model, torch.optim.AdamW(model.parameters())
 
 

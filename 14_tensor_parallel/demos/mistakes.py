@@ -37,7 +37,6 @@ from common import launch
 from common import meters
 from common import text
 from common.args import fail
-from common.args import one_line_errors
 from common.gpt import GPT
 from common.gpt import Attention
 from common.gpt import generate
@@ -956,8 +955,7 @@ def main():
     name = sys.argv[1] if len(sys.argv) == 2 else ""
     if name not in GROUPS:
         fail(f"name some of the mistakes: {', '.join(GROUPS)}")
-    with one_line_errors():
-        launch.check_environment()
+    launch.check()
     processes, *mistakes = GROUPS[name]
     if int(os.environ["WORLD_SIZE"]) != processes:
         fail(f"{name} needs --nproc-per-node={processes}")

@@ -26,7 +26,6 @@ from common import launch
 from common import text
 from common.args import dtype
 from common.args import fail
-from common.args import one_line_errors
 from common.args import positive_float
 from common.args import positive_int
 from common.args import seconds
@@ -94,10 +93,8 @@ def setup(args):
     With a GPU for each process of this machine they use NCCL, otherwise the CPU and
     gloo.
     """
-    with one_line_errors():
-        launch.check_environment()
+    launch.check()
     check_flags(args, int(os.environ["WORLD_SIZE"]))
-    launch.die_with_parent()
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

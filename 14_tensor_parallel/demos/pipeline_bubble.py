@@ -24,7 +24,6 @@ from torch import nn
 from common import launch
 from common.args import fail
 from common.args import number
-from common.args import one_line_errors
 from common.args import positive_int
 
 NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}  # as the papers write them
@@ -184,8 +183,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    with one_line_errors():
-        launch.check_environment()
+    launch.check()
     ranks, micro_batches = int(os.environ["WORLD_SIZE"]), args.micro_batches
     if ranks < 2:
         fail("a pipeline needs 2 processes or more: use --nproc-per-node=2")
