@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/bare_model.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,4 +41,6 @@ for way in ("wrapped(images)", "model(images)", "wrapped.module(images)"):
         losses, differences = zip(*results, strict=True)
         print(f"{way:22} losses", *(f"{loss:.2f}" for loss in losses), end="  ")
         print(f"the ranks' weights differ by {max(differences):.1e}", flush=True)
+del wrapped, ways
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

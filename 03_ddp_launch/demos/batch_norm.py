@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/batch_norm.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,4 +30,6 @@ for step in (1, 2):
     images = torch.tensor([[0.0], [2.0]]) + 10 * rank  # rank 0: mean 1, rank 1: mean 11
     wrapped(images).sum().backward()
     show(f"after step {step}")
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/convert_solution.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,5 +32,6 @@ for _ in range(3):
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"a weight after training: {model[0].weight[0, 0]:.9f}", flush=True)
-del wrapped  # a DDP object that outlives the group can abort a gloo process at exit
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

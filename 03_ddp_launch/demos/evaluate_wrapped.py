@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node=2 \
 03_ddp_launch/demos/evaluate_wrapped.py wrapper
 """
 
+import gc
 import sys
 from datetime import timedelta
 
@@ -25,4 +26,5 @@ if dist.get_rank() == 0:
     ddp.train()
 dist.barrier()  # rank 1 waits here
 del ddp
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/find_the_bug.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,4 +42,6 @@ for epoch in range(1, 5):
         if rank == 0:
             text = "is the same on" if difference == 0 else "DIFFERS between"
             print(f"epoch {epoch}: {name} {text} the two ranks", flush=True)
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/join.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -58,4 +60,6 @@ except RuntimeError as error:
     dist.barrier()
     if rank == 1:
         print(f"join(throw_on_early_termination=True):\n  {error}", flush=True)
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/stop_together.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,4 +34,6 @@ for epoch in (1, 2):
         wrapped(images).sum().backward()
         steps += 1
     print(f"epoch {epoch}: rank {rank} took {steps} steps\n", end="", flush=True)
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

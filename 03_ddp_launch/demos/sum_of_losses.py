@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/sum_of_losses.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,4 +34,6 @@ found = {
 if rank == 0:
     for name, value in found.items():
         print(f"{name:22} gradient {value:4.1f}", flush=True)
+del wrapped
+gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -6,6 +6,8 @@ bf16_compress_wrapper(noting) does what bf16_compress_hook does, around a hook t
 looks.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +46,7 @@ def main():
         size = sum(bucket.nbytes for bucket in buckets)
         if dist.get_rank() == 0:
             print(f"{name}: gradients {types}, {size} bytes averaged", flush=True)
+    gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
     dist.destroy_process_group()
 
 
