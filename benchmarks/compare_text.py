@@ -52,7 +52,6 @@ WORK = (
     "tf32",
     "amp",
 )
-KEEP = "--no-reshard-after-forward"  # the stages with shards run without it and with it
 
 
 def parse_args():
@@ -133,7 +132,6 @@ def train(args, stage, own, processes):
 def variants(args, processes):
     """Return the stages to train, each with flags of its own, or without."""
     found = [(stage, []) for stage in args.stages]
-    found += [(s, [KEEP]) for s in args.stages if "shards" in features(s)]
     if processes > 1 and args.heads % processes == 0:  # one row, instead of one column
         row = [f"--tensor-parallel={processes}"]
         found += [(s, row) for s in args.stages if "tensor_parallel" in features(s)]
