@@ -38,7 +38,7 @@ def parse_args():
 def setup(args):
     """Prepare this process and return its device."""
     device = launch.get_device(args.device, local_rank=0)
-    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -126,10 +126,10 @@ def evaluate(args, model, loader):
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def is_finite(model):
-    """Return whether all weights are finite: if one is not, the training diverged."""
+def has_diverged(model):
+    """Return whether training has diverged, so that the weights are useless."""
     norm = nn.utils.get_total_norm(model.parameters())
-    return norm.isfinite().item()
+    return not norm.isfinite().item()
 
 
 def run(args):
@@ -161,9 +161,9 @@ def run(args):
         # otherwise every epoch has the same crops and flips
         train_set.epoch.fill_(epoch)
         train = train_one_epoch(args, epoch, model, train_loader, optimizer, scheduler)
-        if not is_finite(model):
+        if has_diverged(model):
             # otherwise useless weights overwrite the last good ones
-            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")

@@ -53,7 +53,7 @@ def setup(args, rank, folder):
     launch.die_with_parent()
     # [04] all processes are on this machine
     device = launch.get_device(args.device, local_rank=rank)
-    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -81,9 +81,9 @@ def is_main_process():
 
 @contextlib.contextmanager
 def main_process_first():
-    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
-    turn = 0 if is_main_process() else 2  # [04] there is no other machine
-    for number in range(3):
+    """Run a block on rank 0, then on the rest."""
+    turn = 0 if is_main_process() else 1  # [04] there is no other machine
+    for number in range(2):
         if number == turn:
             yield
         dist.barrier()
@@ -167,10 +167,10 @@ def evaluate(args, model, loader):
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def is_finite(model):
-    """Return whether all weights are finite: if one is not, the training diverged."""
+def has_diverged(model):
+    """Return whether training has diverged, so that the weights are useless."""
     norm = nn.utils.get_total_norm(model.parameters())
-    return norm.isfinite().item()
+    return not norm.isfinite().item()
 
 
 def run(args):
@@ -210,9 +210,9 @@ def run(args):
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler
         )
-        if not is_finite(model):
+        if has_diverged(model):
             # otherwise useless weights overwrite the last good ones
-            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
@@ -227,7 +227,7 @@ def worker(rank, args, folder):
     # [04] mp.spawn passes the rank: there is no LOCAL_RANK to read
     args.device = setup(args, rank, folder)
     exit_code = run(args)
-    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    # [03] an object that still has the group, as DDP does, can abort a gloo run at exit
     gc.collect()
     dist.destroy_process_group()
     sys.exit(exit_code)

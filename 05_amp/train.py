@@ -59,7 +59,7 @@ def setup(args):
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
-    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -85,7 +85,7 @@ def is_main_process():
 def main_process_first():
     """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    # [03] 1: another machine may not see the disk to which rank 0 downloads
+    # [03] turn 1 is for machines that do not see the disk of rank 0
     turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
     for number in range(3):
         if number == turn:
@@ -183,10 +183,11 @@ def evaluate(args, model, loader):
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def is_finite(model):
-    """Return whether all weights are finite: if one is not, the training diverged."""
+def has_diverged(model, scaler):
+    """Return whether training has diverged, so that the weights are useless."""
     norm = nn.utils.get_total_norm(model.parameters())
-    return norm.isfinite().item()
+    # [05] in fp16, if every step overflows, none is taken and the scale keeps falling
+    return not norm.isfinite().item() or scaler.get_scale() < 0.01
 
 
 def run(args):
@@ -228,9 +229,9 @@ def run(args):
         train = train_one_epoch(
             args, epoch, wrapped, train_loader, optimizer, scheduler, scaler
         )
-        if not is_finite(model):
+        if has_diverged(model, scaler):
             # otherwise useless weights overwrite the last good ones
-            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
@@ -244,7 +245,7 @@ def main():
     args = parse_args()
     args.device = setup(args)
     exit_code = run(args)
-    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    # [03] an object that still has the group, as DDP does, can abort a gloo run at exit
     gc.collect()
     dist.destroy_process_group()
     sys.exit(exit_code)

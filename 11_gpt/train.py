@@ -115,7 +115,7 @@ def setup(args):
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
-    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -276,10 +276,11 @@ def evaluate(args, model, loader):
 
 
 # ---- 6. the run ----------------------------------------------------------------------
-def is_finite(model):
-    """Return whether all weights are finite: if one is not, the training diverged."""
+def has_diverged(model, scaler):
+    """Return whether training has diverged, so that the weights are useless."""
     norm = nn.utils.get_total_norm(model.parameters())
-    return norm.isfinite().item()
+    # [05] in fp16, if every step overflows, none is taken and the scale keeps falling
+    return not norm.isfinite().item() or scaler.get_scale() < 0.01
 
 
 class AppState:
@@ -315,8 +316,8 @@ def save_checkpoint(args, state):
     if args.checkpoint_dir is None:
         return
     # [09] otherwise a run that diverged resumes from useless weights, again and again
-    if not is_finite(state.model):
-        log(f"step {state.step}: not saved, since a weight is not finite")
+    if has_diverged(state.model, state.scaler):
+        log(f"step {state.step}: not saved, since training has diverged")
         return
     if is_main_process():
         folder, keep = args.checkpoint_dir, args.keep_checkpoints
@@ -393,9 +394,9 @@ def run(args):
         )
         if stopped:
             return 143  # [10] not 0: otherwise nobody starts the run again
-        if not is_finite(model):
+        if has_diverged(model, scaler):
             # otherwise useless weights overwrite the last good ones
-            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
@@ -414,7 +415,7 @@ def main():
     args = parse_args()
     args.device = setup(args)
     exit_code = run(args)
-    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    # [03] an object that still has the group, as DDP does, can abort a gloo run at exit
     gc.collect()
     dist.destroy_process_group()
     sys.exit(exit_code)

@@ -121,7 +121,7 @@ def setup(args):
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
-    # otherwise convolutions use TF32: 10 bits of a factor's fraction instead of 23
+    # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
@@ -297,10 +297,12 @@ def shard_model(args, model):
     fully_shard(model, mesh=mesh, mp_policy=policy)  # [12] the weights in no block
 
 
-def is_finite(model):
-    """Return whether all weights are finite: if one is not, the training diverged."""
-    norm = nn.utils.get_total_norm(model.parameters())
-    return norm.full_tensor().isfinite().item()  # [12] a DTensor, as the weights are
+def has_diverged(model, scaler):
+    """Return whether training has diverged, so that the weights are useless."""
+    # [12] a DTensor, as the weights are
+    norm = nn.utils.get_total_norm(model.parameters()).full_tensor()
+    # [05] in fp16, if every step overflows, none is taken and the scale keeps falling
+    return not norm.isfinite().item() or scaler.get_scale() < 0.01
 
 
 class AppState:
@@ -347,8 +349,8 @@ def save_checkpoint(args, state):
     if args.checkpoint_dir is None:
         return
     # [09] otherwise a run that diverged resumes from useless weights, again and again
-    if not is_finite(state.model):
-        log(f"step {state.step}: not saved, since a weight is not finite")
+    if has_diverged(state.model, state.scaler):
+        log(f"step {state.step}: not saved, since training has diverged")
         return
     states = state.state_dict()  # [12] on all ranks, which gather it
     if is_main_process():
@@ -429,9 +431,9 @@ def run(args):
         train, stopped = train_one_epoch(args, epoch, model, train_loader, state, stop)
         if stopped:
             return 143  # [10] not 0: otherwise nobody starts the run again
-        if not is_finite(model):
+        if has_diverged(model, scaler):
             # otherwise useless weights overwrite the last good ones
-            log(f"stopped in epoch {epoch}: a weight is not finite; try a lower --lr")
+            log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
@@ -453,7 +455,7 @@ def main():
     args = parse_args()
     args.device = setup(args)
     exit_code = run(args)
-    # [03] a DDP object that outlives the group aborts one gloo run in ten at exit
+    # [03] an object that still has the group, as DDP does, can abort a gloo run at exit
     gc.collect()
     dist.destroy_process_group()
     sys.exit(exit_code)

@@ -15,6 +15,7 @@ from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
 from tests.resume_harness import read_state
+from tests.training import DIGITS
 from tests.training import DOUBLE
 from tests.training import FakeLoader
 from tests.training import call_all
@@ -258,13 +259,13 @@ def test_a_first_step_that_overflows_leaves_finite_weights(
 
 
 # ---- a loss that is not finite -------------------------------------------------------
-STOPPED = "stopped in epoch 1: a weight is not finite; try a lower --lr\n"
+STOPPED = "stopped in epoch 1: training has diverged; try a lower --lr\n"
 DISTRIBUTED = [s for s in with_feature("distributed") if s != first_with("spawn")]
 
 
 @pytest.mark.fault(
     what="a loss is not finite, on one rank or on all, and with it the weights",
-    sees="`stopped in epoch ...: a weight is not finite`; exit code 1",
+    sees="`stopped in epoch ...: training has diverged`; exit code 1",
     lost="the run; the weights of the last epoch are valid, and with `--checkpoint-dir`"
     " the latest checkpoint is from before that step",
 )
@@ -284,4 +285,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
     fault.assert_seen(done.stdout)
     assert done.stdout.endswith(STOPPED) and done.stdout.count("stopped") == 1
     assert "epoch 2" not in done.stdout
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@each_stage
+def test_a_run_that_skips_every_step_ends(stage, two, device, tmp_path):
+    """In fp16: its weights are finite, and too large for a forward pass."""
+    flags = fp16_flags(stage, DIGITS, "--epochs", "2", "--device", device)
+    flags += ["--lr", "1e6", "--clip-grad", "1e9", "--out-dir", tmp_path / "out"]
+    done = run_stage(stage, two, flags, tmp_path, code=1)
+    assert [rank.returncode for rank in done.ranks] == [1, 1]
+    assert done.stdout.endswith(STOPPED)
     assert not list((tmp_path / "out").glob("*"))

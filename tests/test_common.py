@@ -37,6 +37,7 @@ from common import weights
 from common.args import ArgumentParser
 from common.model import make_model
 from tests.training import assert_one_error_line
+from tests.training import injected
 from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import train_in_forks
@@ -222,6 +223,28 @@ def test_workers_by_default(tmp_path, monkeypatch):
 
 
 # ---- meters --------------------------------------------------------------------------
+def test_spawned_processes_share_the_cores_that_they_may_use(tmp_path):
+    """Not those of the machine, of which Slurm or taskset may leave them a few."""
+    if common_args.usable_cores() == 1:
+        pytest.skip("with one core, both numbers are the same")
+    core = min(os.sched_getaffinity(0))
+    stage = first_with("spawn")
+    code = f"""
+os.sched_setaffinity(0, {{{core}}})
+started = run
+
+
+def run(args):
+    print("threads:", torch.get_num_threads())
+    return started(args)
+"""
+    root = injected(stage, tmp_path / "copy", code)
+    flags = ["--epochs", "1", "--device", "cpu"]
+    options = {"root": root, "forks": False, "OMP_NUM_THREADS": None}
+    done = run_stage(stage, 1, flags, tmp_path / "run", **options)
+    assert re.findall("^threads: .*", done.stdout, re.M) == ["threads: 1"]
+
+
 def test_accuracy_by_hand():
     outputs = torch.tensor([[9.0, 1, 0], [0, 9, 1], [1, 0, 9], [5, 9, 1]])
     targets = torch.tensor([0, 2, 1, 0])

@@ -21,7 +21,7 @@ from tools.stages import stages
 from tools.stages import with_feature
 
 FIRST = first_with("images")
-STOPPED = "stopped in epoch 1: a weight is not finite; try a lower --lr"
+STOPPED = "stopped in epoch 1: training has diverged; try a lower --lr"
 # As of a forward pass that overflows in fp16, which the weights survive.
 INFINITE_VAL_LOSS = """
 measured = evaluate

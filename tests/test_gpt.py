@@ -15,6 +15,7 @@ from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import generate
 from common.text import TextWindows
+from tests.conftest import only_in_release
 from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import small_workload
@@ -24,6 +25,10 @@ from tools.stages import first_with
 from tools.stages import with_feature
 
 TEXT = ROOT / "common/text.txt"
+FIRST_TEXT_ONLY = [
+    only_in_release(stage, unless=stage == first_with("text"))
+    for stage in with_feature("text")
+]
 SHA256 = "f7270f9ecd991a5f862873cfc8993dfac5aa1596e4ab0c29022e067440f0a1b4"
 
 
@@ -356,6 +361,18 @@ def test_a_run_prints_bits_perplexity_and_a_sample_once(
     assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
     silent = run_stage(stage, several, flags, tmp_path / "silent")  # --sample 0
     assert silent.stdout.endswith(f"{epochs[-1][-1]}\n")
+
+
+@pytest.mark.parametrize("stage", FIRST_TEXT_ONLY)
+def test_a_sample_can_be_printed_in_any_locale(stage, device, tmp_path):
+    """In the C locale, standard output has no character for half of the bytes."""
+    flags = [*small_workload(stage, 300).flags, "--epochs", "1", "--lr", "1e-9"]
+    flags += ["--sample", "50", "--device", device]
+    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = run_stage(stage, 1, flags, tmp_path, forks=False, **variables)
+    sample = done.stdout.partition("perplexity")[2].partition("\n")[2]
+    assert sample.isascii()
+    assert sample.count("?") > 9  # the weights are as they were drawn
 
 
 def bigram_bits(train, val):

@@ -76,8 +76,8 @@ def save_checkpoint(saves, args, state):
     """Begin to write a checkpoint; what comes before is as in the script."""
     if args.checkpoint_dir is None:
         return
-    if not train.is_finite(state.model):
-        train.log(f"step {state.step}: not saved, since a weight is not finite")
+    if train.has_diverged(state.model, state.scaler):
+        train.log(f"step {state.step}: not saved, since training has diverged")
         return
     path = args.checkpoint_dir / checkpoint.name(state.step)
     saves.begin(state, path, args.keep_checkpoints)

@@ -187,9 +187,13 @@ def add_lora_by_peft(model, targets, rank, dtype):
         model = peft.get_peft_model(model, config)
     except ValueError as error:  # for instance none of these layers
         raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from error
-    for weight in model.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.to(dtype)  # peft makes all adapters float32
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        if "lora_" not in name:  # for instance of peft's modules_to_save
+            text = f"{name} is to be trained, but is not an adapter: it is not loaded"
+            raise argparse.ArgumentTypeError(text)
+        weight.data = weight.data.to(dtype)  # peft makes all adapters float32
     return model
 
 
@@ -201,9 +205,6 @@ def init_adapters(model):
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
-        if "lora_" not in name:  # for instance of peft's modules_to_save
-            text = f"{name} is to be trained, but is not an adapter: it is not loaded"
-            raise argparse.ArgumentTypeError(text)
         adapters[name] = torch.zeros(weight.shape, dtype=weight.dtype)
         if "lora_A" in name:  # B stays 0, so at first the model is as it was
             nn.init.kaiming_uniform_(adapters[name], a=math.sqrt(5))
