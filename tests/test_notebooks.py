@@ -341,7 +341,7 @@ def imports(stage):
 @pytest.mark.parametrize("before, stage", steps())
 def test_the_diffs_shown_are_the_diffs_of_the_files(before, stage):
     """Every section that differs is shown, whole or hunk by hunk, as it is now."""
-    call = rf'lesson\.show_diff\(\s*"{before}", "{stage}"'
+    call = rf'lesson\.show_diff\(\s*"{before}",\s*"{stage}"'
     cells = code_cells(main_notebook(stage))
     cells = [cell for cell in cells if re.search(call, cell.source)]
     diffs = {
