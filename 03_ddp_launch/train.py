@@ -41,7 +41,7 @@ def parse_args():
 # ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    # [03] ends this process if no launcher started it, or once the launcher is killed
+    # [03] ends this process if no launcher started it, or once torchrun is killed
     launch.check()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])

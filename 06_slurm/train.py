@@ -60,7 +60,7 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once the launcher is killed
+    # [03] ends this process if no launcher started it, or once torchrun is killed
     launch.check()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])

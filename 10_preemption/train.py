@@ -98,7 +98,7 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once the launcher is killed
+    # [03] ends this process if no launcher started it, or once torchrun is killed
     launch.check()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -260,7 +260,7 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         if due or stopping:
             save_checkpoint(args, state)
         if stopping:
-            break  # [10] to the all-reduce, in which all wait until rank 0 has written
+            break  # [10] to the all-reduce, in which all wait for rank 0
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute(), stopping

@@ -116,7 +116,7 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once the launcher is killed
+    # [03] ends this process if no launcher started it, or once torchrun is killed
     launch.check()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -261,7 +261,7 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         if due or stopping:
             save_checkpoint(args, state)
         if stopping:
-            break  # [10] to the all-reduce, in which all wait until rank 0 has written
+            break  # [10] to the all-reduce, in which all wait for rank 0
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute(), stopping
@@ -290,7 +290,7 @@ def shard_model(args, model):
     mesh = dist.init_device_mesh(args.device.type, (dist.get_world_size(),))
     dtype = AMP_DTYPES[args.amp]
     # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
-    # still chooses the type of each operation, float32 for the norms and the loss
+    # still chooses the type of each operation: float32 for the loss, on GPUs for norms
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -377,7 +377,7 @@ def load_latest(args, state):
             # 11 would seem to load, but its optimizer does not name the weights
             loaded, problem = checkpoint.load(path, by_name=True)
         problems = [None] * dist.get_world_size()
-        # [09] otherwise a rank that cannot read it resumes from an older one alone
+        # [12] otherwise the others wait for a state that rank 0 could not read
         dist.all_gather_object(problems, problem)
         if not any(problems):
             # [09] a script with another model raises one of these two

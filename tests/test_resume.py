@@ -574,8 +574,9 @@ def test_corrupt_checkpoints_are_skipped(
     without="sharded_checkpoints",
     what="a checkpoint cannot be written because the disk is full",
     sees="`step ...: checkpoint not written (...)`; the training continues",
-    lost="nothing: the earlier checkpoints stay; but with `--out-dir` on the same disk"
-    " the end of the epoch fails",
+    lost="nothing: the earlier checkpoints stay; with `--out-dir` on the same disk, a"
+    " line says that its files were not written, and without those of the last epoch"
+    " the exit code is 1",
 )
 def test_a_full_disk_ends_no_run(stopped, trained, fault):
     """The weights alone, without the optimizer's state, still fit."""
