@@ -4,6 +4,7 @@
 """
 
 import inspect
+from importlib import import_module
 
 import matplotlib
 
@@ -11,11 +12,10 @@ matplotlib.use("Agg")  # a file, on a machine without a screen
 
 import matplotlib.pyplot as plt
 
-from nbtools import figures
 from tools.stages import ROOT
 
 PICTURE = ROOT / "docs/ddp_step.png"
-FIGURE = figures.ddp_step_on_four_gpus
+FIGURE = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus
 
 
 def description():

@@ -1,0 +1,151 @@
+"""The pictures in this stage's notebooks. Only given numbers are measured."""
+
+import matplotlib.pyplot as plt
+
+from nbtools.drawing import arrow
+from nbtools.drawing import box
+from nbtools.drawing import canvas
+
+
+def allocation_step_task():
+    """Draw a Slurm job on two nodes, with the tasks of one step, ranks and GPUs."""
+    axis = canvas(4, (-0.3, 10.3), (-1.5, 4.2))
+
+    def frame(x, y, width, height, text, color, **style):
+        style = {"fill": False, "ec": color, **style}
+        axis.add_patch(plt.Rectangle((x, y), width, height, **style))
+        axis.text(x + 0.12, y + height - 0.33, text, color=color)
+
+    job = "job: cores, memory and GPUs on two nodes, until it ends"
+    frame(0, -1.4, 10, 5.5, job, "black", ls="--")
+    for node, x in (("node1", 0.3), ("node2", 5.1)):
+        frame(x, -1.2, 4.6, 4.7, node, "black")
+        for local in (0, 1):
+            rank, center = 2 * (node == "node2") + local, x + 1.3 + 2 * local
+            box(
+                axis, center, 1.05, f"task, rank {rank}\nPROCID {rank}\nLOCALID {local}"
+            )
+            arrow(axis, (center, 0.42), (center, -0.45))
+            box(axis, center, -0.75, f"GPU {local}", "tab:gray")
+    step = {"fill": True, "fc": "tab:blue", "alpha": 0.12}
+    frame(0.5, 0.3, 9, 1.9, "job step: the tasks that one srun starts", "navy", **step)
+    box(axis, 3.2, 3, "batch script: srun ...", "tab:orange")
+    arrow(axis, (3.2, 2.72), (3.2, 2.2))
+    plt.show()
+
+
+def lines_of_a_job_file():
+    """Draw which line of a job file runs where, and SLURM_PROCID in each place."""
+    axis = canvas(4.4, (0, 12), (0.4, 6.3))
+    style = {"ha": "center", "va": "center", "fontsize": 12}
+    columns = [
+        (0.1, 3.3, "login node", "tab:gray", "is not set"),
+        (3.65, 4.5, "batch script:\nonce, on node1", "tab:orange", "is 0"),
+        (8.4, 3.5, "tasks:\non both nodes", "tab:green", "is 0, 1, 2, 3"),
+    ]
+    for x, width, title, color, number in columns:
+        axis.add_patch(plt.Rectangle((x, 1.7), width, 3.5, color=color, alpha=0.13))
+        middle = x + width / 2
+        axis.text(middle, 5.8, title, weight="bold", color=color, **style)
+        axis.text(middle, 1, f"SLURM_PROCID\n{number}", **style)
+    code = {**style, "family": "monospace", "fontsize": 11}
+    axis.text(1.75, 4.6, "sbatch job.sbatch", **code)
+    axis.text(1.75, 3.4, "reads the lines\nwith #SBATCH", **style)
+    axis.text(5.9, 4.6, "MASTER_ADDR=...", **code)
+    axis.text(5.9, 3.5, "export MASTER_ADDR", **code)
+    axis.text(5.9, 2.4, "srun python train.py", **code)
+    for n in range(4):
+        axis.text(10.2, 4.6 - 0.73 * n, "python train.py", **code)
+    arrow(axis, (3.1, 3.4), (3.9, 3.4))
+    arrow(axis, (7.8, 2.4), (8.6, 2.4))
+    plt.show()
+
+
+def when_a_run_hangs():
+    """Draw the questions to ask about a run that hangs, and where each answer leads."""
+    axis = canvas(7.6, (0, 12), (-0.6, 8.8))
+    questions = [
+        (
+            "Does the first step end?",
+            "1",
+            "the ranks do not find each other:\naddress, port; with NCCL also 4",
+        ),
+        (
+            "Is every rank in a collective?",
+            "2",
+            "look at the rank that is not:\nit keeps the others waiting",
+        ),
+        ("Is it the same collective?", "3", "a branch that\nnot all ranks take"),
+        (
+            "Does the smoke test run\non these nodes?",
+            "4",
+            "the network, or the links\nbetween a node's GPUs",
+        ),
+    ]
+    for n, (question, section, answer) in enumerate(questions):
+        y = 8 - 2 * n
+        box(axis, 2.7, y, question, "tab:blue")
+        box(axis, 9.4, y, answer, "tab:orange")
+        axis.text(6.9, y, section, weight="bold", size=15, ha="center", va="center")
+        arrow(axis, (5, y), (6.5, y))
+        axis.text(5.7, y + 0.2, "no", ha="center", color="tab:red")
+        arrow(axis, (2.7, y - 0.55), (2.7, y - 1.4))
+        axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
+    axis.text(0.6, 0, "5", weight="bold", size=15, ha="center", va="center")
+    box(axis, 2.9, 0, "what NCCL leaves behind", "tab:orange")
+    plt.show()
+
+
+def a_rank_that_does_not_come():
+    """Draw two ranks, one of which does not come to the all-reduce of step 4."""
+    axis = canvas(3, (-1.6, 12.4), (-1.1, 2.6))
+    style = {"ha": "center", "va": "center"}
+    for name, y in (("rank 0", 1.5), ("rank 1", 0)):
+        axis.text(-0.3, y, name, ha="right", weight="bold", va="center")
+        for step in range(3):
+            axis.barh(y, 0.6, 0.7, step, color="tab:green", alpha=0.45)
+            axis.text(step + 0.3, y, f"{step + 1}", **style)
+    for step in range(3):
+        axis.barh(0.75, 0.3, 2.2, step + 0.65, color="tab:orange", alpha=0.5)
+    axis.text(1.8, 2.25, "all-reduce", color="tab:orange", **style)
+    axis.barh(1.5, 6, 0.7, 3.1, color="tab:red", alpha=0.3)
+    axis.text(6.1, 1.5, "waits in the all-reduce of step 4", **style)
+    axis.barh(0, 6.4, 0.7, 3, color="tab:gray", alpha=0.4)
+    axis.text(6.2, 0, "reads from the file server", **style)
+    axis.text(
+        9.3, 1.5, "timeout:\nRuntimeError", color="tab:red", ha="left", va="center"
+    )
+    arrow(axis, (9.3, 1.05), (9.5, 0.35), "tab:red")
+    axis.text(9.6, 0, "killed by srun,\nwithout an error", ha="left", va="center")
+    axis.text(4.5, -0.85, "time (drawn, not measured)", **style)
+    plt.show()
+
+
+def one_turn_of_a_job():
+    """Draw the last minutes of a job with a time limit of four hours."""
+    axis = canvas(4.4, (-2.6, 12.6), (-1.3, 4.7))
+    style = {"ha": "center", "va": "center"}
+    rows = {"Slurm": 3.4, "batch script": 2, "ranks": 0.6}
+    for name, y in rows.items():
+        axis.text(-0.4, y, name, ha="right", va="center", weight="bold")
+    for x, text in ((0, "0:00"), (4.4, "3:54"), (10, "4:00"), (12, "4:00:30")):
+        axis.plot([x, x], [-0.35, 4.3], ":", color="gray", lw=1)
+        axis.text(x, -0.75, text, **style)
+    axis.barh(rows["ranks"], 4.8, 0.8, 0, color="tab:green", alpha=0.45)
+    axis.text(2.4, rows["ranks"], "train", **style)
+    axis.barh(rows["batch script"], 4.4, 0.8, 0, color="tab:gray", alpha=0.3)
+    axis.text(2.2, rows["batch script"], "waits for srun", **style)
+    box(axis, 4.4, rows["Slurm"], "USR1", "tab:red")
+    arrow(axis, (4.4, 3), (4.4, 2.5), "tab:red")
+    axis.text(4.6, 1.4, "TERM", color="tab:red", va="center")
+    arrow(axis, (4.4, 1.7), (4.5, 1.1), "tab:red")
+    axis.barh(rows["ranks"], 1.6, 0.8, 4.85, color="tab:orange", alpha=0.5)
+    axis.text(5.65, rows["ranks"], "save", **style)
+    arrow(axis, (6.5, 1), (6.9, 1.6))
+    box(axis, 7.4, rows["batch script"], "requeue", "tab:orange")
+    arrow(axis, (7.5, 2.4), (7.6, 3))
+    box(axis, 7.9, rows["Slurm"], "PENDING", "tab:blue")
+    box(axis, 10, rows["Slurm"], "TERM", "tab:red")
+    box(axis, 12, rows["Slurm"], "KILL", "tab:red")
+    axis.text(11, 2.2, "only if\nsomething\nstill runs", color="tab:red", **style)
+    plt.show()

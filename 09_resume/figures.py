@@ -1,0 +1,112 @@
+"""The pictures in this stage's notebooks. Only given numbers are measured."""
+
+import matplotlib.pyplot as plt
+
+from nbtools.drawing import arrow
+from nbtools.drawing import canvas
+
+
+def killed_and_started_again():
+    """Draw a run that is killed, and the run that resumes from its checkpoint."""
+    axis = canvas(2.2, (-1.4, 10.5), (-0.7, 1.9))
+    for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 6, 10.4)):
+        axis.text(start - 0.2, y, name, ha="right", va="center", weight="bold")
+        arrow(axis, (start, y), (end, y))
+        axis.plot([6, 6.9], [y, y], color="tab:orange", lw=9, alpha=0.4)
+    for x, y in ((2, 1.3), (4, 1.3), (6, 1.3), (8, 0), (10, 0)):
+        axis.plot(x, y, "o", color="tab:green", ms=12)
+    axis.text(2, 1.62, "checkpoint", color="tab:green", ha="center")
+    axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
+    axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
+    arrow(axis, (6, 1.1), (6, 0.15), "tab:green")
+    axis.text(5.9, 0.65, "resumes here", color="tab:green", ha="right", va="center")
+    axis.text(6.1, -0.5, "taken twice, on the same images", color="tab:orange")
+    plt.show()
+
+
+def a_machine_leaves_and_comes_back():
+    """Draw two launchers and their ranks: one machine dies, and later joins again."""
+    axis = canvas(4.6, (-2.2, 20.6), (-1.5, 5.6))
+    style = {"ha": "center", "va": "center"}
+    rows = {"A: launcher": 3.6, "A: rank": 2.6, "B: launcher": 0.4, "B: rank": 1.4}
+    for name, y in rows.items():
+        axis.text(-0.3, y, name, ha="right", va="center", weight="bold")
+    for row, start, end in (
+        ("A: launcher", 0, 20.4),
+        ("B: launcher", 0, 5.05),
+        ("B: launcher", 14.6, 20.4),
+    ):
+        y = rows[row]
+        axis.plot([start, end], [y, y], color="tab:gray", lw=1)
+        for n in range(int(start * 2) + 1, int(end * 2) + 1, 2):  # heartbeats
+            axis.plot([n / 2] * 2, [y - 0.16, y + 0.16], color="tab:gray", lw=2)
+    for row, start, end in (
+        ("A: rank", 0.3, 5.3),
+        ("B: rank", 0.3, 5.05),
+        ("A: rank", 10.2, 15.4),
+        ("A: rank", 16, 20.4),
+        ("B: rank", 16, 20.4),
+    ):
+        axis.barh(rows[row], end - start, 0.5, start, color="tab:blue", alpha=0.35)
+    for x, step in ((2.3, 5), (4.3, 10), (11.6, 15), (12.8, 20), (14, 25), (15.2, 30)):
+        axis.plot(x, rows["A: rank"], "o", color="tab:green", ms=11)
+        if step in (10, 30):
+            text = f"step {step}"
+            axis.text(x, 3.1, text, color="tab:green", fontsize=9, **style)
+    for y in (rows["B: launcher"], rows["B: rank"]):
+        axis.plot(5.1, y, "x", color="tab:red", ms=11, mew=3)
+    axis.text(5.5, 0.9, "B is killed", color="tab:red", va="center")
+    axis.plot(5.35, rows["A: rank"], "x", color="tab:red", ms=8, mew=2)
+    axis.text(14.4, 0.9, "B is back", color="tab:blue", ha="right", va="center")
+    arrow(axis, (14.6, 0.65), (15.4, 2.3), "tab:blue")
+    for start, end, text in (
+        (5.3, 8.3, "3 heartbeats\nof B missed"),
+        (8.3, 10.2, "last\ncall"),
+    ):
+        axis.barh(4.75, end - start - 0.1, 1.2, start, color="tab:orange", alpha=0.35)
+        axis.text((start + end) / 2, 4.75, text, fontsize=9, **style)
+    for start, end, text in (
+        (0.3, 5.3, "two ranks"),
+        (10.2, 15.4, "one rank,\nfrom step 10"),
+        (16, 20.4, "two ranks,\nfrom step 30"),
+    ):
+        axis.text((start + end) / 2, 4.75, text, color="tab:blue", **style)
+    axis.plot([0.3] * 2, [-0.86, -0.54], color="tab:gray", lw=2)
+    axis.text(0.6, -0.7, "heartbeat", va="center")
+    axis.plot(4, -0.7, "o", color="tab:green", ms=11)
+    axis.text(4.4, -0.7, "checkpoint", va="center")
+    axis.text(20.4, -0.7, "time (drawn, not measured)", ha="right", va="center")
+    plt.show()
+
+
+def two_layouts_of_buckets():
+    """Draw where DDP puts a gradient before and after it has arranged its buckets."""
+    axis = canvas(3.9, (-2.6, 12.2), (-0.9, 4.4))
+    style = {"ha": "center", "va": "center"}
+    colors = {"first": "tab:orange", "middle": "tab:blue", "last": "tab:gray"}
+    sizes = {"first": 3.6, "middle": 5.6, "last": 2.4}
+    layouts = [
+        (2.8, "first step", [["first", "middle", "last"]]),
+        (0.4, "later steps", [["last", "middle"], ["first"]]),
+    ]
+    for y, title, buckets in layouts:
+        axis.text(-0.25, y + 0.35, title, ha="right", va="center", weight="bold")
+        x = 0
+        for bucket in buckets:
+            begin = x
+            for name in bucket:
+                place = (x, y)
+                bar = plt.Rectangle(place, sizes[name], 0.75, color=colors[name])
+                bar.set(alpha=0.75 if name == "first" else 0.4, ec="white")
+                axis.add_patch(bar)
+                axis.text(x + sizes[name] / 2, y + 0.37, f"{name} layer", **style)
+                x += sizes[name]
+            third = (x - begin) / 3
+            for n, text in enumerate(("a+b+c", "b+c+a", "c+a+b")):
+                left = begin + n * third
+                ends = ([left, left + third], [y - 0.15] * 2)
+                axis.plot(*ends, color="black", marker="|", lw=1)
+                axis.text(left + third / 2, y - 0.45, text, fontsize=11, **style)
+            axis.text((begin + x) / 2, y + 1, "one bucket", fontsize=11, **style)
+            x += 0.5
+    plt.show()

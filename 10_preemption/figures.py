@@ -1,0 +1,130 @@
+"""The pictures in this stage's notebooks. Only given numbers are measured."""
+
+import matplotlib.pyplot as plt
+
+from nbtools.drawing import arrow
+from nbtools.drawing import box
+from nbtools.drawing import canvas
+
+
+def asked_after_a_step():
+    """Draw two ranks that agree after a step that one of them has received a signal."""
+    axis = canvas(2.9, (-1.3, 8.6), (-0.9, 2.5))
+    for rank, y in ((0, 1.5), (1, 0)):
+        axis.text(-0.5, y, f"rank {rank}", ha="right", va="center", weight="bold")
+        box(axis, 1, y, "       step 36       ")
+        box(axis, 6.6, y, "save" if rank == 0 else "wait", "tab:orange")
+        arrow(axis, (2.4, y), (5.9, y))
+    axis.plot(1, -0.4, "^", color="tab:red", ms=9)
+    axis.text(1, -0.8, "SIGTERM", color="tab:red", ha="center")
+    arrow(axis, (4, 0.1), (4, 1.4), "tab:red", "<->")
+    text = "all-reduce: 0 + 1 signals,\nso all stop here"
+    axis.text(4, 2.0, text, ha="center", color="tab:red")
+    for text in axis.texts:
+        text.set_size(14)
+    plt.show()
+
+
+def from_the_signal_to_the_next_start():
+    """Draw what happens in a job before its time limit, and in a preempted one."""
+    axis = canvas(5.8, (-1.9, 11.9), (-0.8, 6.6))
+    stop, slurm = "tab:red", "tab:blue"
+    for low, title in ((3.6, "the time limit is near"), (0, "the job is preempted")):
+        axis.text(-1.8, low + 2.55, title, weight="bold", color=stop)
+        for name, y in (("Slurm", 2), ("batch script", 1), ("ranks", 0)):
+            axis.text(-0.5, low + y, name, ha="right", va="center")
+        for x, text in ((3.4, "step 36"), (5.7, "checkpoint")):
+            box(axis, x, low, text)
+        axis.plot([4.4, 4.4], [low - 0.3, low + 0.3], color=stop, lw=1)
+        axis.text(4.4, low - 0.65, "all ranks agree", color=stop, ha="center")
+        axis.text(7.7, low, "exit 143", ha="center", va="center")
+        axis.plot([2.3, 7.5], [low + 1, low + 1], ":", color="gray")
+        axis.text(5, low + 1.1, "waits until srun has ended", color="gray", ha="center")
+        arrow(axis, (7.6, low + 0.2), (7.9, low + 0.7))
+        for x, text in ((9.1, "PENDING"), (11, "RUNNING")):
+            box(axis, x, low + 2, text, slurm)
+        arrow(axis, (11, low + 1.7), (11, low + 0.4))
+        axis.text(11, low, "resumed from\nstep 36", ha="center", va="center")
+        box(axis, 1.7, low + 1, "trap", "tab:orange")
+    box(axis, 0.2, 5.6, "USR1", stop)
+    arrow(axis, (0.2, 5.3), (1.3, 4.7), stop)
+    arrow(axis, (1.8, 4.3), (2.3, 3.9), stop)
+    axis.text(2.35, 4.12, "scancel --signal=TERM", color=stop)
+    box(axis, 8.1, 4.6, "requeue", "tab:orange")
+    arrow(axis, (8.3, 4.9), (8.7, 5.3))
+    box(axis, 0.2, 2, "TERM", stop)
+    arrow(axis, (0.2, 1.7), (1.3, 1.1), stop)
+    arrow(axis, (0.1, 1.7), (1.0, 0.1), stop)
+    axis.text(8.2, 1, "exit 143", ha="center", va="center")
+    axis.plot([0.9, 8.3], [2, 2], ":", color="gray")
+    text = "KillWait, and then SIGKILL to what is left"
+    axis.text(5, 2.1, text, color="gray", ha="center")
+    for text in axis.texts:
+        text.set_size(12.5)
+    plt.show()
+
+
+def who_gets_sigterm():
+    """Draw the processes of a job, and which of them SIGTERM reaches, two plugins."""
+    slurm, torchrun, nobody = "tab:red", "tab:orange", "tab:gray"
+    both = "tab:purple"
+    names = {
+        slurm: "from Slurm",
+        torchrun: "from torchrun",
+        both: "from both",
+        nobody: "no SIGTERM",
+    }
+    chains = {
+        "batch step": ["batch\nscript", "srun"],
+        "job step,\njob.sbatch": ["rank", "loader\nworker"],
+        "job step,\njob_torchrun\n.sbatch": ["torchrun", "rank", "loader\nworker"],
+    }
+    reached = {
+        "proctrack/cgroup": [
+            [slurm, nobody],
+            [slurm, nobody],
+            [slurm, torchrun, torchrun],
+        ],
+        "proctrack/linuxproc": [2 * [slurm], 2 * [slurm], [slurm, both, both]],
+    }
+    for plugin, colors in reached.items():
+        axis = canvas(4.2, (-2.6, 9.6), (-1.4, 3.6))
+        axis.text(-2.5, 3.3, plugin, size=15, weight="bold")
+        for row, (step, chain) in enumerate(chains.items()):
+            y = 2.3 - 1.25 * row
+            axis.text(-2.5, y, step, size=11, va="center")
+            row_of_colors = zip(
+                ["slurmstepd", *chain], ["white", *colors[row]], strict=True
+            )
+            for n, (name, color) in enumerate(row_of_colors):
+                style = {"boxstyle": "round,pad=0.5", "facecolor": color, "alpha": 0.45}
+                where = {"ha": "center", "va": "center", "size": 14}
+                axis.text(0.6 + 2.7 * n, y, name, bbox=style, **where)
+                if n:
+                    arrow(axis, (2.7 * n - 1, y), (2.7 * n - 0.2, y))
+        used = [color for color in names if any(color in row for row in colors)]
+        for n, color in enumerate(used):
+            axis.plot(3 * n, -1.1, "s", color=color, alpha=0.45, ms=16)
+            axis.text(3 * n + 0.25, -1.1, names[color], size=13, va="center")
+        plt.show()
+
+
+def signals_by_event(rows, processes):
+    """Draw a table: which signal each of a job's processes got at each event.
+
+    rows: {event: the signals, "-" for none}, in the order of `processes`.
+    """
+    colors = {"SIGTERM": "tab:red", "SIGUSR1": "tab:blue"}
+    axis = canvas(0.8 + 0.75 * len(rows), (-4.3, len(processes)), (-len(rows), 1))
+    for x, process in enumerate(processes):
+        axis.text(x + 0.5, 0.4, process.replace(" ", "\n"), ha="center", size=13)
+    for row, (event, signals) in enumerate(rows.items()):
+        y = -row - 0.5
+        axis.text(-0.15, y, event, ha="right", va="center", size=13)
+        for x, signal in enumerate(signals):
+            place = (x + 0.04, y - 0.44), 0.92, 0.88
+            color = colors.get(signal, "lightgray")
+            axis.add_patch(plt.Rectangle(*place, color=color, alpha=0.5, lw=0))
+            text = signal.removeprefix("SIG").removesuffix("-")
+            axis.text(x + 0.5, y, text, ha="center", va="center", size=13)
+    plt.show()
