@@ -271,9 +271,7 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
 @torch.no_grad()
 def evaluate(args, model, loader):
     """Return the metrics over the whole validation set."""
-    # [07] otherwise each rank evaluates with its own buffers, such as BatchNorm's means
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    # [11] no buffers to broadcast: this model has none
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import sys
 
 import nbformat
 import pytest
@@ -416,6 +417,8 @@ def solutions(stage):
 @pytest.mark.parametrize("stage", stages())
 def test_an_exercise_is_solved_by_its_solution_only(stage, capfd, monkeypatch):
     monkeypatch.setattr(lesson, "FORKS", "all")
+    monkeypatch.syspath_prepend(ROOT / stage)
+    monkeypatch.delitem(sys.modules, "figures", raising=False)  # another stage's
     notebook = main_notebook(stage)
     cells = code_cells(notebook)
     tags = [cell.metadata.get("tags") for cell in cells]

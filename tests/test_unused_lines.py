@@ -85,9 +85,10 @@ def ways(having, folder, fault=fault_injection):
         max(latest.glob("*.distcp")).unlink()  # the checkpoint before can be read
     if "checkpoints" in having:
         yield flags, {}
-    if "sharded_checkpoints" in having:
-        for broken in (folder / "checkpoints").glob("step-*/*.distcp"):
-            broken.unlink()
+        yield [*flags, "--lr", "0.07"], {"code": 2}  # the checkpoints' is another
+        for pattern in ("step-*.pt", "step-*/*.distcp"):
+            for damaged in (folder / "checkpoints").glob(pattern):
+                damaged.write_bytes(b"")
         yield flags, {"code": 2}
 
 
