@@ -1,13 +1,10 @@
-"""Train every stage on the same work, and show how fast each one is, and why.
-
-In the same turns it trains with Accelerate and with Lightning Fabric, if they are
-installed, what the first distributed stage trains.
+"""`make benchmark`: the stages on one work, against the limit and other libraries.
 
 python -m benchmarks.compare
 python -m benchmarks.compare --image-size 224 --arch resnet50 --batch-size 256  # GPUs
-python -m benchmarks.compare --show benchmarks/two_cores.json
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -19,15 +16,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torchvision
 
-from benchmarks import limit
-from benchmarks.instrument import LAST
-from benchmarks.instrument import variables
-from benchmarks.report import draw
+from benchmarks.count_steps import LAST
+from benchmarks.limit import AMP
 from benchmarks.report import show
 from common.args import ArgumentParser
-from common.args import existing_file
+from common.args import check_batch_size
 from common.args import fail
 from common.args import positive_int
 from common.args import writable_file
@@ -36,28 +30,13 @@ from tools.stages import command
 from tools.stages import features
 from tools.stages import with_feature
 
-# The flags that define the work; every script gets them.
-WORK = (
-    "data",
-    "data_dir",
-    "image_size",
-    "images",
-    "arch",
-    "batch_size",
-    "epochs",
-    "workers",
-    "lr",
-    "weight_decay",
-    "seed",
-    "device",
-    "memory_format",
-    "tf32",
-)
-NAMES = {"off": "float32", "bf16": "bfloat16", "fp16": "float16"}
-LOCAL_BATCH_SIZE = 24  # by default
+# The flags that define the work: every script gets those that are for its data.
+WORK = ("data", "data_dir", "image_size", "images", "arch", "memory_format", "lr")
+WORK += ("text_file", "context_length", "width", "depth", "heads")
+WORK += ("batch_size", "epochs", "workers", "seed", "device", "tf32")
 STEPS = 10  # of an epoch, by default
-# Programs that train with other libraries what the first distributed stage trains:
-# the package, the program, and the command in front of it.
+# Programs that train with other libraries what the first stage of torchrun trains: the
+# package, the program, and the command in front of it.
 LIBRARIES = {
     "Accelerate": (
         "accelerate",
@@ -67,92 +46,45 @@ LIBRARIES = {
     "Lightning Fabric": (
         "lightning_fabric",
         "recipes/neighbors/fabric_train.py",
-        "fabric run --accelerator={device} --devices={processes} --main-port={port}",
+        "{bin}/fabric run --accelerator=cpu --devices={processes} --main-port={port}",
     ),
 }
 HERE = Path(__file__).resolve().parent
 
 
-def parse_args():
-    """Parse and check the flags: those of every stage, and what to measure."""
-    parser = ArgumentParser(__doc__)
-    parser.set_defaults(
-        data="fake", image_size=32, images=None, epochs=6, batch_size=None, workers=0
-    )
+def parse_flags(parser, feature, file):
+    """Add the flags of a measurement, then parse and check all of them.
+
+    feature: what the stages to measure must have; file: the default of --json.
+    """
+
+    def stage(text):
+        if text in with_feature(feature):
+            return text
+        known = " ".join(with_feature(feature))
+        raise argparse.ArgumentTypeError(
+            f"there is no stage {text}; the stages are {known}"
+        )
+
     add = parser.add_argument
-    add("stages", nargs="*", metavar="STAGE", help="(default: all that take images)")
+    add("stages", nargs="*", type=stage, default=with_feature(feature), metavar="STAGE")
+    add("--amp", choices=AMP, default="off", help="mixed precision, if a stage has it")
     add(
-        "--amp",
-        choices=("off", "bf16", "fp16"),
-        default="off",
-        help="mixed precision in the stages that have it",
-    )
-    add(
-        "--rounds",
+        "--processes",
         type=positive_int,
-        default=1,
-        help="runs of each stage; the first of a run's --epochs warms up",
-    )
-    add("--processes", type=positive_int, help="(default: the number of GPUs, or 2)")
-    add(
-        "--scaling",
-        type=positive_int,
-        nargs="*",
+        nargs="+",
         metavar="N",
-        help="numbers of processes to compare (default: 1 2 4)",
+        help="(default: the number of GPUs, or 2)",
     )
-    add(
-        "--batch-sizes",
-        type=positive_int,
-        nargs="*",
-        metavar="N",
-        help="more global batch sizes (default: half and double of --batch-size)",
-    )
-    add(
-        "--json",
-        type=writable_file,
-        default=HERE / "mine.json",
-        help="write the results to this file, and the picture beside it",
-    )
-    add("--show", type=existing_file, help="print the results in this file and exit")
+    add("--json", type=writable_file, default=HERE / file, help="for the results")
     args = parser.parse_args()
-    known = with_feature("images")
-    args.stages = args.stages or known
-    for stage in args.stages:
-        if stage not in known:
-            names = " ".join(known)
-            parser.error(f"there is no stage {stage}; the stages are {names}")
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
-    args.processes = args.processes or gpus or 2
-    args.batch_size = args.batch_size or LOCAL_BATCH_SIZE * args.processes
-    if args.scaling is None:
-        args.scaling = [n for n in (1, 2, 4) if not gpus or n <= gpus]
-    if args.batch_sizes is None:
-        args.batch_sizes = [args.batch_size // 2, args.batch_size * 2]
-    if args.rounds * (args.epochs - 1) < 5:
-        parser.error("--epochs, --rounds: --rounds * (--epochs - 1) must be at least 5")
-    works = [(processes, args.batch_size) for processes in args.scaling]
-    works += [(args.processes, size) for size in (args.batch_size, *args.batch_sizes)]
-    for processes, size in works:
-        if size % processes:
-            parser.error(
-                f"--batch-size {size} is the global batch: it must be divisible by the"
-                f" number of processes ({processes})"
-            )
-        images = num_images(args, size)
-        if images // size < LAST + 1:
-            parser.error(
-                f"--images {images}: an epoch with --batch-size {size} needs at least"
-                f" {LAST + 1} steps, since some of them are counted"
-            )
+    args.processes = sorted(args.processes or [gpus or 2])
+    if args.epochs < 2:
+        parser.error("--epochs must be at least 2, since the first warms up")
+    for processes in args.processes:
+        check_batch_size(args.batch_size, processes, samples=args.batch_size)
     return args
-
-
-def num_images(args, batch_size):
-    """Return the training images of an epoch: by default, of ten steps."""
-    if args.data != "fake":
-        return len(limit.load_train_set(args))
-    return args.images or STEPS * batch_size
 
 
 def run(words, **environment):
@@ -161,25 +93,31 @@ def run(words, **environment):
     The number of threads is left to the command, unless `environment` or the
     environment of this program sets it. If the command fails, so does this program.
     """
+    text = " ".join(map(str, words))
+    print(f"measuring {text}", file=sys.stderr, flush=True)
     environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
     done = harness.run(words, code=None, seconds=10**6, **environment)
     if done.returncode:
         sys.stderr.write(done.stderr)
-        fail(f"exit code {done.returncode} of: {' '.join(map(str, words))}")
+        fail(f"exit code {done.returncode} of: {text}")
     return done
 
 
-def work(args, names, **others):
-    """Return the flags of the work, as arguments; `others` replace some."""
-    values = {name: getattr(args, name) for name in names} | others
-    words = []
-    for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            words += [flag, str(value).removeprefix("torch.")]
-    return words
+def run_counted(args, words, folder, **environment):
+    """Run a command of a script under count_steps.py.
+
+    Returns what it ended with, when each step ended, and the counts, which are None if
+    the script spawns its processes.
+    """
+    file = Path(folder, "counted.json")
+    place = [str(word).endswith(".py") for word in words].index(True)
+    counting = [str(HERE / "count_steps.py"), str(file)]
+    done = run([*words[:place], *counting, *words[place:]], **environment)
+    counted = json.loads(file.read_text())
+    ends = counted.pop("ends")
+    if ends and len(ends) < LAST * args.epochs:
+        fail(f"an epoch has too few steps: {LAST} or more are needed to count them")
+    return done, ends, counted or None
 
 
 def median_and_range(values):
@@ -188,210 +126,152 @@ def median_and_range(values):
     return {"median": middle, "least": min(values), "most": max(values)}
 
 
-def pooled(rows):
-    """Pool the windows of equal rows; return each metric's median, least and most."""
-    kept = []
-    for row in rows:
-        named = {k: v for k, v in row.items() if not isinstance(v, list)}
-        same = next((other for other in kept if named.items() <= other.items()), None)
-        if same is None:
-            kept.append({k: v if k in named else [*v] for k, v in row.items()})
-        else:
-            for name in row.keys() - named.keys():
-                same[name] += row[name]
-    return [
-        {k: median_and_range(v) if isinstance(v, list) else v for k, v in row.items()}
-        for row in kept
-    ]
-
-
-def between(values):
-    """Return the means of neighbors, one fewer than there are values."""
-    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
-
-
-def precision(args, stage):
-    """Return the name of the format that a stage computes its products in."""
-    if args.amp != "off" and "amp" in features(stage):
-        return NAMES[args.amp]
-    return "TF32" if args.tf32 and args.device.type == "cuda" else NAMES["off"]
-
-
-def train_instrumented(stage, processes, flags, limits, steps=None):
-    """Train a stage by its own command; return what it printed, wrote and counted.
-
-    limits, steps: as for `variables` of benchmarks/instrument.py. What it wrote are the
-    metrics of all epochs, of which the first warms up.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        out, file = Path(name, "out"), Path(name, "counted.json")
-        words = [*command(stage, processes), *flags, "--out-dir", str(out)]
-        done = run(words, **variables(file, limits, steps))
-        lines = (out / "metrics.jsonl").read_text().splitlines()
-        counted = json.loads(file.read_text())
-    return done.stderr, [json.loads(line) for line in lines], counted
-
-
-def images_between_steps(args, batch_size, counted):
+def between_steps(args, ends):
     """Return images/s from an epoch's first step to its last, of all but the first.
 
     So the start of an epoch, the metrics and the evaluation are left out.
     """
-    images = num_images(args, batch_size) // batch_size * batch_size - batch_size
-    return [images / seconds for seconds in counted.pop("between")[1:]]
+    steps = len(ends) // args.epochs
+    pairs = zip(ends[::steps], ends[steps - 1 :: steps], strict=True)
+    rates = [args.batch_size * (steps - 1) / (last - first) for first, last in pairs]
+    return median_and_range(rates[1:])
 
 
-def train_by_library(args, name, processes, batch_size):
-    """Train with another library; return the row of its rate, as a stage has it."""
-    _, program, launcher = LIBRARIES[name]
-    device = "cuda" if args.device.type == "cuda" else "cpu"
-    launcher = launcher.format(
-        processes=processes, device=device, port=harness.free_port()
-    ).split()
-    if launcher[0] == "fabric":
-        launcher[0] = Path(sys.executable).with_name("fabric")
-    images = num_images(args, batch_size)
-    flags = work(args, WORK, batch_size=batch_size, images=images, dtype="float32")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "counted.json")
-        measured = variables(file, [], images // batch_size)
-        if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-            # as torchrun does; Fabric's launcher: all cores' threads in each process
-            measured["OMP_NUM_THREADS"] = "1"
-        run([*launcher, program, *flags], HF_HOME=folder, **measured)
-        counted = json.loads(file.read_text())
-    rates = images_between_steps(args, batch_size, counted)
-    return {"program": name, "processes": processes, "images_per_s": rates}
+def flags_of_work(args):
+    """Return the flags that define the work, as arguments."""
+    words = []
+    for name in WORK:
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name, False)
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value).removeprefix("torch.")]
+    return words
 
 
-def train(args, stage, processes, batch_size, limits=("bare",)):
-    """Train a stage; return what was measured and what was counted.
+def measure_limit(flags, processes):
+    """Return the seconds of the model's bare steps on as many processes."""
+    words = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    return json.loads(run([*words, "-m", "benchmarks.limit", *flags]).stdout)
 
-    A window is an epoch. The ratios compare each with the mean of the windows of the
-    limit just before and just after it.
+
+def train(args, stage, own, processes):
+    """Train a stage with flags of its own; return its row, and what was counted.
+
+    For images, the limit is measured just before, since a machine's speed can drift.
     """
-    names = [*WORK, "amp"] if "amp" in features(stage) else WORK
-    images = num_images(args, batch_size)
-    flags = work(args, names, batch_size=batch_size, images=images)
-    steps = images // batch_size
-    progress, rows, counted = train_instrumented(stage, processes, flags, limits, steps)
+    has = features(stage)
+    flags = [*flags_of_work(args), *own]
+    flags += ["--amp", args.amp] if "amp" in has else []
+    flags += ["--sample", "0"] if "text" in has else []
+    row = {"stage": " ".join([stage, *own]), "processes": processes}
+    tf32 = args.tf32 and args.device.type == "cuda"
+    row["precision"] = "TF32" if tf32 else "float32"
+    if args.amp != "off" and "amp" in has:
+        row["precision"] = str(AMP[args.amp]).removeprefix("torch.")
+    if "images" in has:
+        limit = [args.batch_size / each for each in measure_limit(flags, processes)]
+        row["limit_images_per_s"] = median_and_range(limit)
+    with tempfile.TemporaryDirectory() as name:
+        words = [*command(stage, processes), *flags, "--out-dir", f"{name}/out"]
+        done, ends, counted = run_counted(args, words, name)
+        lines = Path(name, "out/metrics.jsonl").read_text().splitlines()
+    _, *epochs = map(json.loads, lines)  # the first warms up
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": averages; `batch` includes `data`
-    last_step = rf"^epoch \d+ {steps}/{steps} +data (\S+) ms +batch (\S+) ms"
-    waited = re.findall(last_step, progress, re.MULTILINE)
-    # The windows of the limit were taken in an epoch's last step; the first warmed up.
-    epochs = list(zip(rows, waited, counted.pop("spent"), strict=True))[1:]
-    seconds = [row["train"]["seconds"] - spent for row, _, spent in epochs]
-    trained = rows[0]["train"]["count"]
-    limit = {kind: between(taken) for kind, taken in counted.pop("limit").items()}
-    row = {
-        "stage": stage,
-        "processes": processes,
-        "batch_size": batch_size,
-        "precision": precision(args, stage),
-        "images_per_s": [trained / s for s in seconds],
-        "limit_images_per_s": [trained / s for s in limit["bare"]],
-        "of_limit": [b / s for b, s in zip(limit["bare"], seconds, strict=True)],
-        "epoch_s": seconds,
-        "evaluation_s": [row["val"]["seconds"] for row, *_ in epochs],
-        "loading": [
-            float(data) / (float(batch) - 1000 * spent / steps)
-            for _, (data, batch), spent in epochs
-        ],
-        "bytes": [counted.pop("bytes")],
-        "between_steps": images_between_steps(args, batch_size, counted),
+    last_step = r"^epoch \d+ (\d+)/\1 +data (\S+) ms +batch (\S+) ms"
+    _, *waited = re.findall(last_step, done.stderr, re.MULTILINE)
+    unit = "images_per_s" if "images" in has else "tokens_per_s"
+    per_epoch = {
+        unit: [each["train"]["count"] / each["train"]["seconds"] for each in epochs],
+        "loading": [float(data) / float(batch) for _, data, batch in waited],
+        "evaluation_s": [each["val"]["seconds"] for each in epochs],
     }
-    if "in_step" in limit:
-        pairs = zip(limit["in_step"], seconds, strict=True)
-        row["of_limit_in_step"] = [in_step / s for in_step, s in pairs]
-    if "ddp" in limit:
-        pairs = zip(limit["bare"], limit["ddp"], strict=True)
-        row["communication"] = [1 - bare / ddp for bare, ddp in pairs]
+    row |= {key: median_and_range(values) for key, values in per_epoch.items()}
+    if counted and counted["gpu_bytes"]:
+        row["gpu_bytes"] = counted["gpu_bytes"]
+    elif counted and "images" in has and row["precision"] == "float32":
+        row["between_steps"] = between_steps(args, ends)
     return row, counted
 
 
-def machine(args):
-    """Describe the machine and the software."""
+def train_by_library(args, name, processes):
+    """Train with another library, on the CPU; return the row of its rate."""
+    _, program, launcher = LIBRARIES[name]
+    places = {"bin": Path(sys.executable).parent, "port": harness.free_port()}
+    words = launcher.format(processes=processes, **places).split()
+    words += [program, *flags_of_work(args), "--dtype", "float32"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"HF_HOME": folder}
+        if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+            # as torchrun does; Fabric's launcher: all cores' threads in each process
+            environment["OMP_NUM_THREADS"] = "1"
+        _, ends, _ = run_counted(args, words, folder, **environment)
+    rates = between_steps(args, ends)
+    return {"program": name, "processes": processes, "between_steps": rates}
+
+
+def variants(args):
+    """Return what to train: stages, flags of their own, and numbers of processes."""
+    single = [stage for stage in args.stages if "distributed" not in features(stage)]
+    found = [(stage, [], 1) for stage in single]
+    for processes in args.processes:
+        several = [stage for stage in args.stages if stage not in single]
+        found += [(stage, [], processes) for stage in several]
+        row = [f"--tensor-parallel={processes}"]  # one row, instead of one column
+        if processes > 1 and getattr(args, "heads", 1) % processes == 0:
+            split = [stage for stage in several if "tensor_parallel" in features(stage)]
+            found += [(stage, row, processes) for stage in split]
+    return found
+
+
+def measure(args, title):
+    """Measure everything; return what the JSON file is to hold, under a title."""
+    rows, counted, libraries = [], {}, []
+    launched = [stage for stage in args.stages if "torchrun" in features(stage)]
+    for stage, own, processes in variants(args):
+        row, counts = train(args, stage, own, processes)
+        rows.append(row)
+        if counts:
+            counted[row["stage"]] = counts
+        # Right after the stage that they repeat. They have not been tried on GPUs.
+        if stage in launched[:1] and "between_steps" in row:
+            for name, (package, *_) in LIBRARIES.items():
+                if importlib.util.find_spec(package):
+                    libraries.append(train_by_library(args, name, processes))
+    gpus = range(torch.cuda.device_count() if args.device.type == "cuda" else 0)
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         named = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
         cpu = named[1] if named else cpu  # not on ARM
-    gpus = range(torch.cuda.device_count() if args.device.type == "cuda" else 0)
     return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-    }
-
-
-def report_progress(text):
-    """Print to standard error; only the tables go to standard output."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def measure(args):
-    """Measure everything; return what the JSON file is to hold."""
-    several = [stage for stage in args.stages if "distributed" in features(stage)]
-    base = [
-        (stage, args.processes if stage in several else 1, args.batch_size)
-        for stage in args.stages
-    ]
-    scaled = [
-        (stage, *work)
-        for stage in several[:1]
-        for work in [
-            *((n, args.batch_size) for n in args.scaling if n != args.processes),
-            *((args.processes, n) for n in args.batch_sizes if n != args.batch_size),
-        ]
-    ]
-    # With other libraries, what the first stage of several processes trains. They
-    # train without mixed precision.
-    compared = [
-        (stage, args.processes, args.batch_size)
-        for stage in several[:1]
-        if args.amp == "off" or "amp" not in features(stage)
-    ]
-    libraries = [k for k, v in LIBRARIES.items() if importlib.util.find_spec(v[0])]
-    measured, counted = {"stages": [], "scaling": [], "libraries": []}, {}
-    # One after the other in every round, since a machine's speed can drift.
-    for number in range(1, args.rounds + 1):
-        for stage, processes, size in [*base, *scaled]:
-            what = f"{stage}, processes: {processes}, global batch: {size}"
-            report_progress(f"round {number}: {what}")
-            in_scaling = stage in several[:1]
-            limits = ["bare"] + ["in_step"] * (processes > 1)
-            limits += ["ddp"] * (in_scaling and processes > 1)
-            row, counts = train(args, stage, processes, size, limits)
-            if (stage, processes, size) in base:
-                measured["stages"].append(row)
-                counted[stage] = counts
-            if in_scaling:
-                measured["scaling"].append(row)
-            if (stage, processes, size) in compared:
-                for name in libraries:
-                    report_progress(f"round {number}: {name}, processes: {processes}")
-                    row = train_by_library(args, name, processes, size)
-                    measured["libraries"].append(row)
-    return {
-        "machine": machine(args),
-        "work": {name: str(getattr(args, name)) for name in (*WORK, "rounds", "amp")},
-        **{name: pooled(rows) for name, rows in measured.items()},
+        "machine": {
+            "cpu": cpu,
+            "cores": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
+            "torch": torch.__version__,
+        },
+        "title": title,
+        "work": {k: str(v) for k, v in vars(args).items() if k in (*WORK, "amp")},
+        "stages": rows,
+        "libraries": libraries,
         "counted": counted,
     }
 
 
-def main():
-    args = parse_args()
-    if args.show:
-        result = json.loads(args.show.read_text())
-    else:
-        result = measure(args)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, args.json.with_suffix(".png"))
-        report_progress(f"wrote {args.json} and {args.json.with_suffix('.png')}")
+def report(args, title):
+    """Measure; write the results to --json, and print the tables."""
+    result = measure(args, title)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(show(result))
+
+
+def main():
+    parser = ArgumentParser(__doc__)
+    parser.set_defaults(data="fake", image_size=32, images=None, epochs=6, workers=0)
+    args = parse_flags(parser, "images", "mine.json")
+    args.images = args.images or STEPS * args.batch_size
+    shown = f"{args.arch}, images of {args.image_size} px"
+    report(args, f"{shown}, global batch {args.batch_size}")
 
 
 if __name__ == "__main__":

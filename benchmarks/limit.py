@@ -1,11 +1,12 @@
-"""The limit: a model's forward, backward and step on one batch on the device.
+"""The limit, for compare, communication and gpu_probe: a model's steps and no more.
 
-Nothing is loaded, normalized, metered, checked or evaluated here. With several
-processes there are more limits: the same in processes that wait for each other once a
-step, as every distributed training has to, and the same with DistributedDataParallel.
+torchrun --standalone --nproc-per-node=1 -m benchmarks.limit
 """
 
-import contextlib
+import copy
+import gc
+import json
+import os
 import time
 
 import torch
@@ -14,38 +15,65 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from common import data
+from common import launch
+from common.args import ArgumentParser
+from common.args import check_batch_size
+from common.args import one_line_errors
 from common.loader import collate
 from common.model import make_model
 
-
-def load_train_set(args):
-    """Return the training set that the flags of a stage ask for."""
-    train_set, _ = data.load(
-        args.data,
-        args.data_dir,
-        args.download,
-        args.image_size,
-        args.images,
-        args.seed,
-    )
-    return train_set
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 10  # of a window
+# What the processes of a window average in each step.
+KINDS = ("nothing", "one number", "the gradient")
 
 
-def make_network(args, train_set):
-    """Return the model that a stage trains on these images, on its device."""
-    channels, image_size, _ = train_set[0][0].shape
-    model = make_model(
-        args.arch, channels, train_set.num_classes, image_size, args.pretrained
-    )
-    return model.to(args.device, args.dtype, memory_format=args.memory_format)
+def parse_args(doc, words=None):
+    """Parse a stage's flags, and --amp. --epochs is the number of windows."""
+    parser = ArgumentParser(doc)
+    parser.set_defaults(data="fake", image_size=32, epochs=20)
+    parser.add_argument("--amp", choices=AMP, default="off", help="mixed precision")
+    args = parser.parse_args(words)
+    if args.epochs < 2:
+        parser.error("--epochs must be at least 2, since the first warms up")
+    return args
+
+
+def set_backends(tf32=False, deterministic=True):
+    """Set what a stage sets for --tf32 and --deterministic."""
+    precision = "tf32" if tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision
+    torch.backends.cudnn.deterministic = deterministic
+
+
+def make_work(args, batch_size):
+    """Return a stage's model and one batch, normalized: all is on the device."""
+    with one_line_errors(f"--data {args.data}:"):
+        train_set, _ = data.load(
+            args.data,
+            args.data_dir,
+            args.download,
+            args.image_size,
+            args.images,
+            args.seed,
+        )
+    check_batch_size(batch_size, processes=1, samples=len(train_set))
+    inputs, targets = next(iter(DataLoader(train_set, batch_size, collate_fn=collate)))
+    inputs = data.normalize(inputs.to(args.device), args.data, args.dtype)
+    inputs = inputs.contiguous(memory_format=args.memory_format)
+    torch.manual_seed(args.seed)
+    channels, image_size = inputs.shape[1:3]
+    model = make_model(args.arch, channels, train_set.num_classes, image_size)
+    model.to(args.device, args.dtype, memory_format=args.memory_format)
+    return model, inputs, targets.to(args.device)
 
 
 def make_step(args, model, inputs, targets, fused=None):
-    """Return a function that takes one optimizer step on a batch on the device.
+    """Return a function that takes an optimizer step on a batch and returns the loss.
 
-    With --grad-accum-steps it runs as many forward and backward passes as the stage. It
-    returns the last one's loss, which stays on the device. fused: of the optimizer;
-    with None torch chooses, as in a stage.
+    Nothing is loaded, normalized, metered, checked or evaluated in it, and it does not
+    wait for the device. fused: of the optimizer; None: torch chooses, as in a stage.
     """
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -55,56 +83,19 @@ def make_step(args, model, inputs, targets, fused=None):
         nesterov=True,
         fused=fused,
     )
-    amp = getattr(args, "amp", "off")
-    scaler = torch.amp.GradScaler(args.device.type, enabled=amp == "fp16")
-    dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
-    micro_batches = getattr(args, "grad_accum_steps", 1)
-    parts = list(
-        zip(
-            inputs.tensor_split(micro_batches),
-            targets.tensor_split(micro_batches),
-            strict=True,
-        )
-    )
-    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
+    enabled = args.amp != "off"
 
     def step():
         optimizer.zero_grad()
-        for number, (part, labels) in enumerate(parts, start=1):
-            last = number == micro_batches
-            sync = contextlib.nullcontext() if last else no_sync()
-            with sync, torch.autocast(args.device.type, dtype, enabled=amp != "off"):
-                loss = nn.functional.cross_entropy(model(part), labels)
-            scaler.scale(loss / micro_batches).backward()
+        with torch.autocast(args.device.type, AMP[args.amp], enabled):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         return loss
 
     return step
-
-
-def make_steps(args, data_set, local_batch_size, kinds):
-    """Return {kind: a function that takes a step} for each of `kinds`.
-
-    "bare" is the model alone; "in_step" averages one number over the processes after
-    each step, so that each waits for the slowest; "ddp" averages the gradient.
-    """
-    loader = DataLoader(data_set, local_batch_size, collate_fn=collate)
-    inputs, targets = next(iter(loader))
-    inputs = data.normalize(inputs.to(args.device), args.data, args.dtype)
-    targets = targets.to(args.device)
-    bare = make_step(args, make_network(args, data_set), inputs, targets)
-    number = torch.zeros(1, device=args.device)
-
-    def in_step():
-        bare()
-        dist.all_reduce(number)
-
-    steps = {"bare": bare, "in_step": in_step}
-    if "ddp" in kinds:
-        model = nn.parallel.DistributedDataParallel(make_network(args, data_set))
-        steps["ddp"] = make_step(args, model, inputs, targets)
-    return {kind: steps[kind] for kind in kinds}
 
 
 def synchronize(device):
@@ -115,11 +106,60 @@ def synchronize(device):
         dist.barrier()
 
 
-def seconds(device, step, steps):
-    """Return the seconds that all processes, started together, need for `steps`."""
+def seconds_per_step(device, step, steps):
+    """Return the seconds of a step, of `steps` that all processes begin together."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):
         step()
     synchronize(device)
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / steps
+
+
+def take_windows(args, kinds):
+    """Return {kind: the seconds of a step in each window, except the first, a warm-up}.
+
+    In every process that torchrun started, windows of `kinds` take turns. To average
+    one number costs what it costs to keep in step: each process waits for the slowest.
+    """
+    launch.check()
+    args.device = launch.get_device(args.device, int(os.environ["LOCAL_RANK"]))
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+    set_backends(args.tf32, args.deterministic)
+    check_batch_size(args.batch_size, dist.get_world_size(), args.batch_size)
+    model, *batch = make_work(args, args.batch_size // dist.get_world_size())
+    bare = make_step(args, model, *batch)
+    number = torch.zeros(1, device=args.device)
+
+    def in_step():
+        bare()
+        dist.all_reduce(number)
+
+    steps = {"nothing": bare, "one number": in_step}
+    if "the gradient" in kinds:
+        copied = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        steps["the gradient"] = make_step(args, copied, *batch)
+    seconds = {kind: [] for kind in kinds}
+    for _ in range(args.epochs):
+        for kind in kinds:
+            seconds[kind].append(seconds_per_step(args.device, steps[kind], STEPS))
+    return {kind: taken[1:] for kind, taken in seconds.items()}
+
+
+def measure(doc, kinds):
+    """Parse the flags, take windows, leave the group; return rank 0's result, or None.
+
+    doc: the program's docstring; kinds, the result: those of `take_windows`.
+    """
+    seconds = take_windows(parse_args(doc), kinds)
+    rank = dist.get_rank()
+    gc.collect()  # a DDP object must not outlive the process group
+    dist.destroy_process_group()
+    return seconds if rank == 0 else None
+
+
+if __name__ == "__main__":
+    if measured := measure(__doc__, KINDS[:1]):
+        print(json.dumps(measured[KINDS[0]]))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.conftest import only_in_release
 from tests.training import changed
@@ -18,6 +17,7 @@ from tests.training import sharded
 from tests.training import small_workload
 from tools.counting import Collectives
 from tools.counting import Waits
+from tools.counting import WaitsForDevice
 from tools.counting import between_steps
 from tools.harness import call_in_forks
 from tools.stages import ROOT
@@ -30,7 +30,7 @@ FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
 QUICK = ["images", "ddp", "amp", "signals", "sharded_checkpoints"]
 QUICK = [first_with(feature) for feature in QUICK]
 BY_DEFAULT = ("off", "fp16")
-# A forked process is told to count. One that a script spawns is not: test_benchmark.py.
+# A forked process is told to count. One that a script spawns is not.
 CASES = [
     only_in_release(stage, amp, unless=stage in QUICK and amp in BY_DEFAULT)
     for stage in stages()
@@ -39,28 +39,9 @@ CASES = [
 ]
 
 
-class WaitsForDevice(Waits):
-    """Counts the same, except that AdamW reads how many steps it has taken.
-
-    It keeps that number for each weight, in a tensor that is on the CPU even if the
-    weight is on a GPU.
-    """
-
-    numbers = frozenset()
-
-    def find_numbers(self, optimizer, *_):
-        states = optimizer.state.values()
-        self.numbers = {id(state["step"]) for state in states if "step" in state}
-
-    def note(self, operation, args, result):
-        if not args or id(args[0]) not in self.numbers:
-            super().note(operation, args, result)
-
-
 def count_waits(folder):
     """Have this process write how often it waits per step."""
     waits = WaitsForDevice()
-    register_optimizer_step_pre_hook(waits.find_numbers)
 
     def end():
         waits.__exit__(None, None, None)

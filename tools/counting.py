@@ -19,6 +19,7 @@ import itertools
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,6 +66,28 @@ class Waits(Count):
             devices = {source.device.type, result.device.type}
             pinned = source.device.type == "cpu" and source.is_pinned()
             self.count += devices == {"cpu", "cuda"} and not pinned
+
+
+class WaitsForDevice(Waits):
+    """Counts the same, except that AdamW reads how many steps it has taken.
+
+    It keeps that number for each weight, in a tensor that is on the CPU even if the
+    weight is on a GPU.
+    """
+
+    numbers = frozenset()
+
+    def __init__(self):
+        super().__init__()
+        register_optimizer_step_pre_hook(self.find_numbers)
+
+    def find_numbers(self, optimizer, *_):
+        states = optimizer.state.values()
+        self.numbers = {id(state["step"]) for state in states if "step" in state}
+
+    def note(self, operation, args, result):
+        if not args or id(args[0]) not in self.numbers:
+            super().note(operation, args, result)
 
 
 class Collectives(Count):

@@ -9,7 +9,7 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     yours      your_own_script: the check of a cluster, DDP, FSDP2, and a Llama
     benchmark  float32, TF32 and mixed precision: resnet50 on images of 224 px, and
                resnet18 on 32 px; DDP and FSDP2 with a GPT of 200 million weights
-    probe      a step's variants, repeatability, copies and loaders
+    probe      a step's variants, copies and loaders
     recipes    torch's SyncBatchNorm, which refuses to run on a CPU
 
 It needs torch 2.11 or later, psutil and pytest, but no internet and no Jupyter: run it
@@ -241,7 +241,7 @@ def benchmark(args, report):
     if args.dry_run:
         works = {"small": ["--image-size", "8", "--batch-size", "12"]}
         variants = {"float32": ([single], [])}
-    once = ["--processes", "1", "--scaling", "--batch-sizes", "--epochs", "6"]
+    once = ["--processes", "1"]
     for name, flags in works.items():
         for variant, (chosen, own) in variants.items():
             path = args.out_dir / f"benchmark-{name}-{variant}.json"
@@ -252,11 +252,11 @@ def benchmark(args, report):
             )
             good &= code == 0
             report(f"\n{name}, {variant}: exit code {code}")
-            report("\n".join(line for line in text.splitlines() if "round" not in line))
+            report(text)
     flags = ["--width", "8", "--epochs", "2"] if args.dry_run else GPT
     path = args.out_dir / "benchmark-gpt.json"
     words = [first_with("text"), first_with("shards"), *flags]
-    words += ["--processes", "1", "--rounds", "1", "--device", args.device]
+    words += [*once, "--device", args.device]
     start = ["python", "-m", "benchmarks.compare_text", *words]
     code, text = run([*start, "--json", str(path.resolve())], RUN_SECONDS)
     good &= code == 0
@@ -266,7 +266,7 @@ def benchmark(args, report):
 
 def probe(args, report):
     """Run benchmarks/gpu_probe.py; return whether it ended well."""
-    words = ["python", "-m", "benchmarks.gpu_probe", "--seconds", str(SECONDS - 60)]
+    words = ["python", "-m", "benchmarks.gpu_probe"]
     code, text = run([*words, *(["--dry-run"] if args.dry_run else [])], SECONDS)
     report(f"probe: exit code {code}")
     report(text)
