@@ -3,7 +3,6 @@
 test_data.py has the sets of images, test_gpt.py the language model and its text.
 """
 
-import ast
 import fcntl
 import importlib
 import itertools
@@ -42,7 +41,6 @@ from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import train_in_forks
 from tools import harness
-from tools.sizes import names_from_common
 from tools.stages import ROOT
 from tools.stages import first_with
 
@@ -139,8 +137,8 @@ def with_imports(name):
     while todo:
         found |= todo
         sources = [(ROOT / "common" / f"{each}.py").read_text() for each in todo]
-        names = [names_from_common(ast.parse(source)).values() for source in sources]
-        todo = {module for module, _ in itertools.chain(*names)} - found
+        imports = r"^from common(?: import |\.)(\w+)"
+        todo = {*re.findall(imports, "\n".join(sources), re.MULTILINE)} - found
     return found
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from PIL import Image
 
 from tests.training import replace_once
 from tools import demo
@@ -17,8 +16,8 @@ from tools import pages
 from tools import picture
 from tools.propagate import propagate
 from tools.sizes import changed_lines
-from tools.sizes import used_lines
 from tools.stages import ROOT
+from tools.stages import notebooks
 from tools.stages import stages
 from tools.stages import steps
 
@@ -39,31 +38,19 @@ def test_a_rank_that_failed_before_one_waits_ends_the_others(tmp_path):
 
 
 # ---- make sizes ----------------------------------------------------------------------
-
-
 def test_changed_lines_are_those_of_a_diff():
     assert changed_lines(["a", "b", "c"], ["a", "B", "c", "", "d"]) == (3, 1)
 
 
-def test_lines_of_common_are_used_by_name_and_through_others():
-    one = "from common import m\n\nm.used()\n"
-    two = "from common.m import late\n\nlate()\n"
-    modules = {
-        "m": '''from common.n import helper
-CONSTANT = 1
-def used():
-    return helper(CONSTANT)
-def late():
-    """Two lines."""
-    return used()
-def never():
-    return 0
-''',
-        "n": "def helper(x):\n    return inner(x)\ndef inner(x):\n    return x\n",
-    }
-    first = {("m", line) for line in (1, 2, 3, 4)} | {("n", n) for n in (1, 2, 3, 4)}
-    assert used_lines(one, modules) == first
-    assert used_lines(two, modules) == first | {("m", line) for line in (5, 6, 7)}
+def test_make_sizes_prints_every_stage_notebook_and_page():
+    printed = harness.run("python -m tools.sizes").stdout
+    rows = dict(line.split(maxsplit=1) for line in printed.splitlines() if line)
+    assert {*stages(), "CONTRIBUTING.md"} <= {*rows}
+    assert {str(path.relative_to(ROOT)) for path in notebooks()} <= {*rows}
+    length = {stage: int(rows[stage].split()[0]) for stage in stages()}
+    for before, after in steps():
+        _, added, removed = map(int, rows[after].split())
+        assert length[after] - length[before] == added - removed
 
 
 # ---- make propagate, make diff -------------------------------------------------------
@@ -165,10 +152,10 @@ def test_a_page_is_as_stages_toml_and_the_tests_say(path):
     assert path.read_text() == pages.pages()[path], "stale: type `make pages`"
 
 
-def test_the_picture_shows_the_stages_as_they_are():
-    with Image.open(picture.PICTURE) as stored:
-        stale = stored.text["Description"] != picture.description()
-    assert not stale, "stale: type `make pages`"
+def test_make_pages_draws_the_pictures_of_docs_as_they_are():
+    assert {*picture.PICTURES} == {*(ROOT / "docs").glob("*.png")}
+    for path in picture.PICTURES:
+        assert not picture.is_stale(path), f"{path.name}: type `make pages`"
 
 
 def test_the_tests_of_the_faults_check_what_the_page_says():

@@ -1,7 +1,7 @@
 """Write what follows from stages.toml and the tests' marks.
 
-These are the lists of stages in README.md and README.zh-CN.md, docs/faults.md, and
-docs/ddp_step.png. `make pages` runs this; tests/test_tools.py fails if a page is stale.
+These are the lists of stages in README.md and README.zh-CN.md, docs/faults.md, and the
+pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is stale.
 
 python -m tools.pages
 """
@@ -25,7 +25,7 @@ def stage_list(page):
 
 
 def pages():
-    """Return {path: what its text should be} for the pages, except the picture.
+    """Return {path: what its text should be} for the pages, except the pictures.
 
     Raises ValueError if a front page has no markers around its list.
     """
@@ -40,7 +40,7 @@ def pages():
 def main():
     for path, text in pages().items():
         path.write_text(text)
-    picture.draw(picture.PICTURE)
+    picture.draw_all()
 
 
 if __name__ == "__main__":

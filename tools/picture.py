@@ -1,6 +1,7 @@
-"""The picture on the front page: one step of DistributedDataParallel on four GPUs.
+"""The pictures of docs/, which `make pages` draws.
 
-`make pages` draws it, by the function that draws it in the notebook of DDP.
+Each is a PNG that also stores a text, the source of what draws it, so that a test can
+see whether the picture is stale.
 """
 
 import inspect
@@ -11,25 +12,40 @@ import matplotlib
 matplotlib.use("Agg")  # a file, on a machine without a screen
 
 import matplotlib.pyplot as plt
+from PIL import Image
 
+from tools import splits
 from tools.stages import ROOT
 
-PICTURE = ROOT / "docs/ddp_step.png"
 FIGURE = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus
 
-
-def description():
-    """Return how the picture is drawn, as text.
-
-    It is stored in the file, so that a test can compare it.
-    """
-    return inspect.getsource(FIGURE)
+# a picture: the function that draws it, and the function or module that has its source
+PICTURES = {
+    ROOT / "docs/ddp_step.png": (FIGURE, FIGURE),
+    ROOT / "docs/what_can_be_split.png": (splits.six_ways, splits),
+}
 
 
-def draw(path):
-    """Draw the picture into a file."""
-    plt.close("all")
-    FIGURE()
-    stored = {"Software": None, "Description": description()}
+def save(path, text):
+    """Save matplotlib's current figure as a PNG that stores a text, and close it."""
+    stored = {"Software": None, "Description": text}
     plt.savefig(path, dpi=110, bbox_inches="tight", facecolor="white", metadata=stored)
-    plt.close("all")
+    plt.close()
+
+
+def stored_text(path):
+    """Return the text that `save` stored in a PNG, or None."""
+    with Image.open(path) as picture:
+        return picture.text.get("Description")
+
+
+def is_stale(path):
+    """Return whether one of PICTURES was drawn by another source than today's."""
+    _, source = PICTURES[path]
+    return stored_text(path) != inspect.getsource(source)
+
+
+def draw_all():
+    for path, (draw, source) in PICTURES.items():
+        draw()
+        save(path, inspect.getsource(source))

@@ -1,19 +1,10 @@
 """The picture of docs/what_can_be_split.md: a small transformer, cut in six ways.
 
-python -m tools.splits
+`make pages` draws it.
 """
-
-import inspect
-
-import matplotlib
-
-matplotlib.use("Agg")  # a file, on a machine without a screen
 
 import matplotlib.pyplot as plt
 
-from tools.stages import ROOT
-
-PICTURE = ROOT / "docs/what_can_be_split.png"
 RANKS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 WHOLE = "0.88"
 
@@ -70,10 +61,10 @@ def draw_grid(axis, left, size, split, name):
     for row in range(4):
         frame = plt.Rectangle((left, row + 0.06), 8 * size, 0.88, fill=False, ec="0.4")
         axis.add_patch(frame)
-    axis.text(left + 4 * size, 4.15, name, ha="center", size=9)
+    axis.text(left + 4 * size, 4.15, name, ha="center", size=10.5)
 
 
-def figure():
+def six_ways():
     """Draw all of WAYS, on the same axes."""
     made, axes = plt.subplots(3, 2, figsize=(9.5, 8.6))
     for axis, (title, way) in zip(axes.flat, WAYS.items(), strict=True):
@@ -81,31 +72,12 @@ def figure():
         draw_grid(axis, 0, 0.62, batch, "batch: 4 sequences")
         draw_grid(axis, 6, 0.62, weights, "weights: 4 blocks")
         draw_grid(axis, 12, 0.35, state, "AdamW's state")
-        axis.text(7.4, -0.6, sent, ha="center", size=10)
+        axis.text(7.4, -0.6, sent, ha="center", size=11)
         axis.set_title(title, size=12, weight="bold")
         axis.set(xlim=(-0.3, 15.2), ylim=(-1, 4.7))
         axis.axis("off")
     handles = [plt.Rectangle((0, 0), 1, 1, fc=color, alpha=0.55) for color in RANKS]
     handles.append(plt.Rectangle((0, 0), 1, 1, fc=WHOLE, ec="0.4"))
     names = [f"rank {rank}" for rank in range(4)] + ["every rank has or uses all of it"]
-    made.legend(handles, names, ncols=5, frameon=False, loc="lower center", fontsize=10)
+    made.legend(handles, names, ncols=5, frameon=False, loc="lower center", fontsize=11)
     made.tight_layout(rect=(0, 0.04, 1, 1), h_pad=1.5)
-
-
-def description():
-    """Return how the picture is drawn, as text, which is stored in the file."""
-    rows = [f"{title}: {[part[1] for part in way[:3]]}" for title, way in WAYS.items()]
-    return "\n".join([*rows, inspect.getsource(draw_grid), inspect.getsource(figure)])
-
-
-def draw(path):
-    """Draw the picture into a file."""
-    plt.close("all")
-    figure()
-    stored = {"Software": None, "Description": description()}
-    plt.savefig(path, dpi=110, facecolor="white", metadata=stored)
-    plt.close("all")
-
-
-if __name__ == "__main__":
-    draw(PICTURE)
