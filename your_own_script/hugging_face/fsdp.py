@@ -191,7 +191,7 @@ def parse_args(parser):
     """Return the flags; a wrong one ends the program with one line and exit code 2."""
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:  # otherwise KeyError: 'LOCAL_RANK'
-        parser.error("start this script with torchrun --standalone --nproc-per-node=N")
+        parser.error("run this script with torchrun --standalone --nproc-per-node=N")
     shards = int(os.environ["WORLD_SIZE"]) * args.micro_batches
     if args.batch_size % shards:  # otherwise the global batch shrinks silently
         parser.error(

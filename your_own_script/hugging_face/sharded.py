@@ -1,7 +1,7 @@
 """A model of transformers with FSDP2: sharded, loaded, saved, resumed.
 
-fsdp.py trains such a model, and lora.py trains adapters of it. Copy this file with
-them. All ranks call these functions, with the same arguments.
+fsdp.py trains such a model, and lora.py trains adapters of it: copy this file with
+them. All ranks call these functions, with the same arguments. Folders are Paths.
 """
 
 import shutil
