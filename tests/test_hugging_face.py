@@ -671,7 +671,7 @@ def with_data_of_the_page(folder):
     """Copy the scripts, and change fsdp.py as step 3 of the page does."""
     text = FSDP.read_text()
     first, last = text.index("def make_dataset"), text.index("\n\ndef collate")
-    prompt = code_with("tokenizer(").replace("Once upon a time", "5 8 11 14")
+    prompt = code_with("Once upon").replace("Once upon a time", "5 8 11 14")
     model = "from transformers import AutoModelForCausalLM\n"
     changes = [
         (text[first:last], code_with("def make_dataset")),
