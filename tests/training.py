@@ -241,10 +241,14 @@ def injected(stage, folder, code):
 
 # ---- functions of a script -----------------------------------------------------------
 def load_program(path, name="program"):
-    """Return a program as a module, without running it."""
+    """Return a program as a module, without running it.
+
+    It can import what is beside it, as when it runs.
+    """
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [str(Path(path).parent), *sys.path]):
+        spec.loader.exec_module(module)
     return module
 
 

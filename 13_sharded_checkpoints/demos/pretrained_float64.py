@@ -9,6 +9,7 @@ transformers computes it in float32, whatever the dtype of the model.
 
 import runpy
 import sys
+from pathlib import Path
 
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -20,4 +21,5 @@ def forward(self, x):
 
 LlamaRMSNorm.forward = forward
 sys.argv = sys.argv[1:]
+sys.path[0] = str(Path(sys.argv[0]).parent)  # where the script finds sharded.py
 runpy.run_path(sys.argv[0], run_name="__main__")

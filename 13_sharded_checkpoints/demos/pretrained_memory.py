@@ -26,8 +26,9 @@ from transformers.distributed import DistributedConfig
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "your_own_script/hugging_face")]
 
-import fsdp
 from meta_memory import Memory
+
+import fsdp
 
 CPU = torch.device("cpu")
 

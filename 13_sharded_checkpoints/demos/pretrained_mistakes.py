@@ -38,9 +38,10 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "your_own_script/hugging_face"))
 
+from meta_memory import Memory
+
 import fsdp
 import lora
-from meta_memory import Memory
 
 CPU = torch.device("cpu")
 IGNORED = -100  # the label of a position without a loss

@@ -126,45 +126,10 @@ def load_latest(folder, model, optimizer):
     return checkpoint["epoch"]
 
 
-def main():
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # errors are one line
-    parser.add_argument("model", type=model_folder, help="config.json, *.safetensors")
-    parser.add_argument("--out", type=Path, default=Path("tuned"))
-    parser.add_argument("--checkpoint-dir", type=Path)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    dtypes = ("float32", "bfloat16", "float64")
-    parser.add_argument("--dtype", choices=dtypes, default="float32")
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    args = parser.parse_args()
-    if args.batch_size % args.micro_batches:
-        parser.error("--batch-size must be divisible by --micro-batches")
-    train_set, val_set = make_dataset(505, seed=1), make_dataset(97, seed=2)
-    if len(train_set) < args.batch_size:  # an incomplete batch is dropped
-        parser.error(f"--batch-size is more than the {len(train_set)} training samples")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    train_loader = DataLoader(
-        train_set,
-        batch_size=args.batch_size,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=functools.partial(collate, micro_batches=args.micro_batches),
-    )
-    val_loader = DataLoader(
-        val_set,
-        # More than a micro-batch at a time may not fit.
-        batch_size=args.batch_size // args.micro_batches,
-        collate_fn=collate,
-    )
-
-    model = load_model(args, device)
+def train(args, model, optimizer, train_loader, val_loader, device):
+    """Train from the latest checkpoint on; print a line for each epoch."""
     if args.activation_checkpointing:
         model.activation_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     first = 1
     if args.checkpoint_dir:
         first += load_latest(args.checkpoint_dir, model, optimizer)
@@ -178,10 +143,70 @@ def main():
         loss = evaluate(args, model, val_loader, device)
         print(f"epoch {epoch}: loss {loss:.4f}, norm of the last gradient {norm:.4f}")
 
-    prompt = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]], device=device)
+
+def generate(model, device):
+    """Return how the model continues a prompt."""
     model.eval()
+    prompt = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]], device=device)
     text = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    print("generated:", *text[0, prompt.shape[1] :].tolist())
+    return " ".join(map(str, text[0, prompt.shape[1] :].tolist()))
+
+
+def make_parser():
+    """Return the parser of the flags."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # errors are one line
+    parser.add_argument("model", type=model_folder, help="config.json, *.safetensors")
+    parser.add_argument("--out", type=Path, default=Path("tuned"))
+    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=24)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    dtypes = ("float32", "bfloat16", "float64")
+    parser.add_argument("--dtype", choices=dtypes, default="float32")
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    return parser
+
+
+def parse_args(parser):
+    """Return the flags; a wrong one ends the program with one line and exit code 2."""
+    args = parser.parse_args()
+    if args.batch_size % args.micro_batches:
+        parser.error("--batch-size must be divisible by --micro-batches")
+    return args
+
+
+def make_loaders(parser, args):
+    """Return the loaders for training and evaluation; parser: for its error()."""
+    train_set, val_set = make_dataset(505, seed=1), make_dataset(97, seed=2)
+    if len(train_set) < args.batch_size:  # an incomplete batch is dropped
+        parser.error(f"--batch-size is more than the {len(train_set)} training samples")
+    train_loader = DataLoader(
+        train_set,
+        batch_size=args.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=functools.partial(collate, micro_batches=args.micro_batches),
+    )
+    val_loader = DataLoader(
+        val_set,
+        # More than a micro-batch at a time may not fit.
+        batch_size=args.batch_size // args.micro_batches,
+        collate_fn=collate,
+    )
+    return train_loader, val_loader
+
+
+def main():
+    parser = make_parser()
+    args = parse_args(parser)
+    train_loader, val_loader = make_loaders(parser, args)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(args, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    train(args, model, optimizer, train_loader, val_loader, device)
+    print("generated:", generate(model, device))
     model.save_pretrained(args.out)
 
 

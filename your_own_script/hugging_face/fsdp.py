@@ -1,31 +1,31 @@
-"""Fine-tune with FSDP2: torchrun --standalone --nproc-per-node=N fsdp.py MODEL"""
+"""Fine-tune with FSDP2: torchrun --standalone --nproc-per-node=N fsdp.py MODEL
+
+sharded.py has what concerns the shards: copy it with this script.
+"""
 
 import argparse
 import functools
 import gc
 import json
 import os
-import shutil
-import sys
-import warnings
 from pathlib import Path
 
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 from torch.utils.data import Subset
-from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
-from transformers import GenerationConfig
+
+from sharded import ModelError
+from sharded import allocate
+from sharded import gather_weights
+from sharded import load_latest
+from sharded import load_weights
+from sharded import make_model
+from sharded import save_checkpoint
+from sharded import shard_model
 
 IGNORED = -100  # the label of a position without a loss, also in transformers
 
@@ -130,134 +130,48 @@ def evaluate(args, model, loader, device):
     return loss_sum / tokens
 
 
-def warn_of_others(model, parts):
-    """Say so if much of a model is in none of its parts: the root then gathers it."""
-    known = {weight for part in parts for weight in part.parameters()}
-    total = sum(weight.numel() for weight in model.parameters())
-    others = total - sum(weight.numel() for weight in known)
-    if others > 0.1 * total and dist.get_rank() == 0:
-        print(
-            f"{others:,} of {total:,} parameters are in no block, and stay whole during"
-            " the entire step: shard their blocks, too, in shard_model",
-            file=sys.stderr,
-        )
-
-
-def shard_model(model, mesh, bf16):
-    """Shard each block, the embedding and the head; the root takes what is left."""
-    options = {"mesh": mesh}
-    if bf16:  # gather the weights in 16 bits, and average the gradients in 32
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        options["mp_policy"] = policy
-    # The list of blocks, model.layers of a Llama or transformer.h of a GPT-2. A list of
-    # another length is of something else, such as a vision tower.
-    depth = model.config.get_text_config().num_hidden_layers
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    blocks = next((each for each in lists if len(each) == depth), None)
-    if blocks is None:
-        text = f"there is no list of {depth} blocks: name yours in shard_model"
-        raise argparse.ArgumentTypeError(text)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    ends = [each for each in (embedding, head) if hasattr(each, "weight")]
-    warn_of_others(model, [*blocks, *ends])
-    for block in blocks:
-        fully_shard(block, **options)
-    if len({each.weight for each in ends}) == len(ends):  # otherwise they are tied, and
-        for each in ends:  # one weight cannot be in two groups
-            # Backward begins with the head, so there is no use in freeing it before.
-            fully_shard(each, reshard_after_forward=each is not head, **options)
-    fully_shard(model, **options)
-
-
-def make_model(config, dtype):
-    """Return a model of the class of its files; another one would lack parts of it."""
-    try:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        text = str(error).partition("\n")[0]  # below it are all classes that there are
-        raise argparse.ArgumentTypeError(text) from error
-    ours, theirs = type(model).__name__, config.architectures or []
-    if theirs and ours not in theirs:
-        raise argparse.ArgumentTypeError(
-            f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name that "
-            "class in make_model"
-        )
-    return model
-
-
 def load_model(args, device, mesh):
-    """Return the sharded model; every rank reads its own slices of the files."""
-    # On the meta device, a model has shapes and no memory: no rank ever holds it whole.
-    try:
-        config = AutoConfig.from_pretrained(args.model)
-    except ValueError as error:  # for instance an unknown architecture
-        raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from error
-    with torch.device("meta"):
-        # Without dtype=, the weights keep the file's bfloat16, in which small updates
-        # are rounded away.
-        model = make_model(config, dtype=getattr(torch, args.dtype))
-    if (args.model / "generation_config.json").exists():  # from_config does not read it
-        model.generation_config = GenerationConfig.from_pretrained(args.model)
+    """Return the sharded model."""
+    # It has no memory yet, so no rank ever holds it whole.
+    model = make_model(args.model, AutoModelForCausalLM, getattr(torch, args.dtype))
     shard_model(model, mesh, args.bf16)
-    model.to_empty(device=device)
-    # Otherwise what is not in the files, such as the frequencies of Llama's positions,
-    # is whatever to_empty() found in memory. It draws weights, too: so before loading.
-    warnings.filterwarnings("ignore", "DTensor random operators")  # not quite on a CPU
-    model.initialize_weights()
-    reader = dcp.HuggingFaceStorageReader(args.model)
-    names = reader.read_metadata().state_dict_metadata
-    # A file of the base model, such as GPT-2's, has names without this prefix.
-    prefix = f"{model.base_model_prefix}."
-    weights, found = {}, set()
-    for name, tensor in model.state_dict().items():
-        in_file = name if name in names else name.removeprefix(prefix)
-        if in_file in names:  # state_dict() has a tied weight twice, and the files once
-            weights[in_file] = tensor
-            found.add(name)
-    missing = dict(model.named_parameters()).keys() - found
-    if missing:
-        raise argparse.ArgumentTypeError(
-            f"{min(missing)} is not in the files of {args.model}. Is the download "
-            "complete? For a layer that is new, and for files with other names, see "
-            "README.md, weights that are not found"
-        )
-    dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
+    allocate(model, device)
+    load_weights(model, args.model)  # each rank reads its slices of the files
     return model
 
 
-def save_checkpoint(folder, epoch, model, optimizer):
-    """Write what is needed to resume after this epoch; all ranks call it."""
-    path = folder / f"epoch-{epoch:04}"
-    unfinished = folder / f".{path.name}.tmp"
-    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()  # otherwise rank 0 can remove new shards, too
-    weights, state = get_state_dict(model, optimizer)
-    # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        unfinished.rename(path)
+def train(args, model, optimizer, train_loader, val_loader, device):
+    """Train from the latest checkpoint on; print a line for each epoch."""
+    if args.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    first = 1
+    if args.checkpoint_dir:
+        first += load_latest(args.checkpoint_dir, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr  # otherwise that of the checkpoint
+    torch.manual_seed(dist.get_rank())  # otherwise all ranks draw the same dropout
+    for epoch in range(first, args.epochs + 1):
+        train_loader.sampler.set_epoch(epoch)  # otherwise each has the same order
+        norm = train_one_epoch(args, model, train_loader, optimizer, device)
+        if args.checkpoint_dir:
+            save_checkpoint(args.checkpoint_dir, epoch, model, optimizer)
+        loss = evaluate(args, model, val_loader, device)
+        if dist.get_rank() == 0:  # otherwise every rank prints
+            print(f"epoch {epoch}: loss {loss:.4f}", end=", ")
+            print(f"norm of the last gradient {norm:.4f}")
 
 
-def load_latest(folder, model, optimizer):
-    """Load the latest checkpoint, of any number of ranks; return its epoch, or 0."""
-    found = [max(folder.glob("epoch-*"), default=None)]
-    # Rank 0's: otherwise the ranks could resume from different epochs.
-    dist.broadcast_object_list(found)
-    if found[0] is None:
-        return 0
-    # dcp.load fills the tensors that it is given: get_state_dict makes them.
-    weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    if dist.get_rank() == 0:
-        print(f"resumed from {found[0]}")
-    return int(found[0].name.removeprefix("epoch-"))
+def generate(model, device):
+    """Return how the model continues a prompt."""
+    model.eval()
+    prompt = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]], device=device)
+    # On all ranks, because each token is a forward pass, which gathers the weights.
+    text = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    return " ".join(map(str, text[0, prompt.shape[1] :].tolist()))
 
 
-def main():
+def make_parser():
+    """Return the parser of the flags."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # errors are one line
     parser.add_argument("model", type=model_folder, help="config.json, *.safetensors")
     parser.add_argument("--out", type=Path, default=Path("tuned"))
@@ -270,36 +184,48 @@ def main():
     dtypes = ("float32", "bfloat16", "float64")
     parser.add_argument("--dtype", choices=dtypes, default="float32")
     parser.add_argument("--activation-checkpointing", action="store_true")
+    return parser
+
+
+def parse_args(parser):
+    """Return the flags; a wrong one ends the program with one line and exit code 2."""
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:  # otherwise KeyError: 'LOCAL_RANK'
         parser.error("run this script with torchrun --standalone --nproc-per-node=N")
-    local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.batch_size % (world_size * args.micro_batches):
+    shards = int(os.environ["WORLD_SIZE"]) * args.micro_batches
+    if args.batch_size % shards:  # otherwise the global batch shrinks silently
         parser.error(
-            "--batch-size must be divisible by processes * --micro-batches "
-            f"({world_size * args.micro_batches})"
+            f"--batch-size must be divisible by processes * --micro-batches ({shards})"
         )
-    train_set, val_set = make_dataset(505, seed=1), make_dataset(97, seed=2)
-    if len(train_set) < args.batch_size:  # an incomplete batch is dropped
-        parser.error(f"--batch-size is more than the {len(train_set)} training samples")
-    if len(val_set) < world_size:  # evaluate needs one on each rank
-        parser.error(f"{len(val_set)} samples for {world_size} processes to evaluate")
+    return args
+
+
+def init_processes():
+    """Return the device of this process, and the mesh of all processes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank)  # otherwise all ranks share GPU 0
+        # Otherwise all ranks share GPU 0.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh(device.type, (world_size,))
+    return device, dist.init_device_mesh(device.type, (dist.get_world_size(),))
 
-    # Otherwise every rank trains on all samples. The sampler shuffles them.
-    sampler = DistributedSampler(train_set, drop_last=True)
+
+def make_loaders(parser, args):
+    """Return the loaders for training and evaluation; parser: for its error()."""
+    train_set, val_set = make_dataset(505, seed=1), make_dataset(97, seed=2)
+    if len(train_set) < args.batch_size:  # an incomplete batch is dropped
+        parser.error(f"--batch-size is more than the {len(train_set)} training samples")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if len(val_set) < world_size:  # evaluate needs one on each rank
+        parser.error(f"{len(val_set)} samples for {world_size} processes to evaluate")
     train_loader = DataLoader(
         train_set,
         batch_size=args.batch_size // world_size,  # --batch-size is the global batch
-        sampler=sampler,
+        # Otherwise every rank trains on all samples. The sampler shuffles them.
+        sampler=DistributedSampler(train_set, drop_last=True),
         drop_last=True,
         collate_fn=functools.partial(collate, micro_batches=args.micro_batches),
     )
@@ -311,44 +237,24 @@ def main():
         batch_size=args.batch_size // (world_size * args.micro_batches),
         collate_fn=collate,
     )
+    return train_loader, val_loader
 
+
+def main():
+    parser = make_parser()
+    args = parse_args(parser)
+    device, mesh = init_processes()  # torchrun starts one for each GPU
+    train_loader, val_loader = make_loaders(parser, args)
     try:
         model = load_model(args, device, mesh)
-    except argparse.ArgumentTypeError as error:  # one line, no traceback
+    except ModelError as error:  # one line, no traceback
         parser.error(str(error))
-    if args.activation_checkpointing:
-        model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    first = 1
-    if args.checkpoint_dir:
-        first += load_latest(args.checkpoint_dir, model, optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr  # otherwise that of the checkpoint
-    torch.manual_seed(rank)  # otherwise all ranks draw the same dropout
-    for epoch in range(first, args.epochs + 1):
-        sampler.set_epoch(epoch)  # otherwise every epoch has the same order
-        norm = train_one_epoch(args, model, train_loader, optimizer, device)
-        if args.checkpoint_dir:
-            save_checkpoint(args.checkpoint_dir, epoch, model, optimizer)
-        loss = evaluate(args, model, val_loader, device)
-        if rank == 0:  # otherwise every rank prints
-            print(f"epoch {epoch}: loss {loss:.4f}", end=", ")
-            print(f"norm of the last gradient {norm:.4f}")
-
-    prompt = torch.tensor([[5, 8, 11, 14, 17, 20, 23, 26]], device=device)
-    model.eval()
-    # On all ranks, because each token is a forward pass, which gathers the weights.
-    text = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    # Call this on all ranks, too: save_pretrained cannot write shards.
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)
-    if rank == 0:
-        print("generated:", *text[0, prompt.shape[1] :].tolist())
-        # A tied weight once, as in the files that were read.
-        once = dict(model.named_parameters()).keys()
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            if name not in once:
-                del weights[name]
+    train(args, model, optimizer, train_loader, val_loader, device)
+    text = generate(model, device)
+    weights = gather_weights(model)  # on all ranks: each has a shard
+    if dist.get_rank() == 0:
+        print("generated:", text)
         model.save_pretrained(args.out, state_dict=weights)
 
 

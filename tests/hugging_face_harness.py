@@ -1,0 +1,79 @@
+"""What the tests of your_own_script/hugging_face and of its neighbors share."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests import spy
+from tests.training import TRANSFORMERS
+from tests.training import replace_once
+from tools import harness
+from tools.stages import ROOT
+
+harness.preloaded += TRANSFORMERS
+
+SCRIPTS = ROOT / "your_own_script/hugging_face"
+BEFORE, FSDP, LORA = (SCRIPTS / f"{name}.py" for name in ("before", "fsdp", "lora"))
+
+
+def command(script, processes, *arguments):
+    """Return the words that start a script; before.py is not launched."""
+    if script.name == BEFORE.name:
+        return ["python", script, *arguments]
+    launch = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launch, script, *arguments]
+
+
+def run(words, folder, code=0, **options):
+    """Run a script in forks, in the folder `folder`/work; return a harness.Done."""
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    options |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < 2:
+        options["CUDA_VISIBLE_DEVICES"] = ""
+    return harness.run(words, folder, code, forks=True, cwd=work, **options)
+
+
+def train_before(model, flags, samples, folder, *changes):
+    """Train by before.py, in the order of fsdp.py's samples, and in exact float64.
+
+    samples: of an epoch, whose last batch is dropped; changes: texts of before.py, each
+    of which is there once, and what replaces them. Returns the screen and the weights.
+    """
+    folder.mkdir(exist_ok=True)
+    script = folder / "before.py"
+    replace_once(BEFORE, *changes, target=script)
+    prepare = functools.partial(spy.exact_norm_and_shuffle, samples)
+    done = run(command(script, 1, model, *flags), folder, prepare=prepare)
+    return done.stdout, saved(folder)
+
+
+def saved(folder):
+    """Return the weights that a script has written."""
+    (path,) = (folder / "work").glob("*/*.safetensors")  # in tuned, or in adapters
+    return load_file(path)
+
+
+def max_abs_diff(one, other):
+    """Return the largest difference of two models' weights, which have equal names."""
+    assert one.keys() == other.keys()
+    return max(
+        (one[name].double() - other[name].double()).abs().max().item() for name in one
+    )
+
+
+@functools.cache
+def models():
+    """Return the folder of what `pretrained` makes."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def pretrained(kind):
+    """Return the folder of a small random model of this kind, by make_model.py."""
+    folder = Path(models().name, kind)
+    run(["python", SCRIPTS / "make_model.py", kind], folder)
+    return folder / "work" / kind

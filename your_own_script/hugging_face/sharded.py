@@ -1,0 +1,208 @@
+"""A model of transformers with FSDP2: sharded, loaded, saved, resumed.
+
+fsdp.py trains such a model, and lora.py trains adapters of it: copy this file with
+them. All ranks call these functions, with the same arguments. Folders are Paths.
+"""
+
+import shutil
+import sys
+import warnings
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig
+from transformers import GenerationConfig
+
+
+class ModelError(ValueError):
+    """A model does not fit these functions. The message is one line, for the user."""
+
+
+# ---- the model -----------------------------------------------------------------------
+def make_model(folder, auto_class, dtype):
+    """Return the model of a folder on the meta device: it has shapes and no memory.
+
+    auto_class: such as AutoModelForCausalLM. Without dtype=, the weights would keep the
+    file's bfloat16, in which small updates are rounded away. Raises ModelError if the
+    files are of a model of another class: this one would lack parts of it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except ValueError as error:  # for instance an unknown architecture
+        raise ModelError(str(error).partition("\n")[0]) from error
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=dtype)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        # below it are all classes that there are
+        raise ModelError(str(error).partition("\n")[0]) from error
+    ours, theirs = type(model).__name__, config.architectures or []
+    if theirs and ours not in theirs:
+        raise ModelError(
+            f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name its "
+            "class in load_model"
+        )
+    if (folder / "generation_config.json").exists():  # from_config does not read it
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def shard_model(model, mesh, bf16):
+    """Shard each block, the embedding and the head; the root takes what is left.
+
+    bf16: whether to gather the weights in 16 bits, and average the gradients in 32.
+    Raises ModelError if there is no list of as many blocks as config.json has layers.
+    """
+    options = {"mesh": mesh}
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = policy
+    # The list of blocks, model.layers of a Llama or transformer.h of a GPT-2. A list of
+    # another length is of something else, such as a vision tower.
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    blocks = next((each for each in lists if len(each) == depth), None)
+    if blocks is None:
+        text = f"there is no list of {depth} blocks: name yours in shard_model"
+        raise ModelError(text)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [each for each in (embedding, head) if hasattr(each, "weight")]
+    warn_of_others(model, [*blocks, *ends])
+    for block in blocks:
+        fully_shard(block, **options)
+    if len({each.weight for each in ends}) == len(ends):  # otherwise they are tied, and
+        for each in ends:  # one weight cannot be in two groups
+            # Backward begins with the head, so there is no use in freeing it before.
+            fully_shard(each, reshard_after_forward=each is not head, **options)
+    fully_shard(model, **options)
+
+
+def warn_of_others(model, parts):
+    """Say so if much of a model is in none of its parts: the root then gathers it."""
+    known = {weight for part in parts for weight in part.parameters()}
+    total = sum(weight.numel() for weight in model.parameters())
+    others = total - sum(weight.numel() for weight in known)
+    if others > 0.1 * total and dist.get_rank() == 0:
+        print(
+            f"{others:,} of {total:,} parameters are in no block, and stay whole during"
+            " the entire step: shard their blocks, too, in shard_model",
+            file=sys.stderr,
+        )
+
+
+def allocate(model, device):
+    """Give a sharded model memory for its shards, and buffers their values."""
+    model.to_empty(device=device)
+    # Otherwise what is not in the files, such as the frequencies of Llama's positions,
+    # is whatever to_empty() found in memory. It draws weights, too: so before loading.
+    warnings.filterwarnings("ignore", "DTensor random operators")  # not quite on a CPU
+    model.initialize_weights()
+
+
+def load_weights(model, folder, name_in_files=str):
+    """Load the weights of a folder; each rank reads its own slices of the files.
+
+    name_in_files: a function that returns, for the name of a weight in the model, its
+    name in the files, or None for a weight that is new. By default the names are equal.
+    Raises ModelError if a weight is not in the files.
+    """
+    reader = dcp.HuggingFaceStorageReader(folder)
+    names = reader.read_metadata().state_dict_metadata
+    # A file of the base model, such as GPT-2's, has names without this prefix.
+    prefix = f"{model.base_model_prefix}."
+    once = dict(model.named_parameters()).keys()
+    weights = {}
+    # state_dict() reshards first: what is loaded into gathered weights is lost.
+    for name, tensor in model.state_dict().items():
+        in_files = name_in_files(name)
+        if in_files is None:
+            continue
+        if in_files not in names:
+            in_files = in_files.removeprefix(prefix)
+        if in_files in names:
+            weights[in_files] = tensor
+        elif name in once:  # not the second name of a tied weight, which files lack
+            raise ModelError(
+                f"{name} is not in the files of {folder}. Is the download complete? For"
+                " a layer that is new, and for files with other names, see README.md, "
+                "weights that are not found"
+            )
+    dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
+
+
+# ---- checkpoints ---------------------------------------------------------------------
+# Frozen weights are in the model's files, so a checkpoint does without them. Without
+# strict=False, set_state_dict would miss them.
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def select(model, weights, frozen=False):
+    """Return a state dict with a tied weight once, and frozen weights if asked for.
+
+    ignore_frozen_params alone leaves a frozen weight in under the second of its names.
+    """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted = {name for name, w in model.named_parameters() if frozen or w.requires_grad}
+    return {name: w for name, w in weights.items() if name not in names - wanted}
+
+
+def get_training_state(model, optimizer):
+    """Return what a checkpoint has: trained weights, buffers, the optimizer's state."""
+    weights, state = get_state_dict(model, optimizer, options=TRAINED)
+    return {"model": select(model, weights), "optimizer": state}
+
+
+def save_checkpoint(folder, epoch, model, optimizer):
+    """Write what is needed to resume after this epoch."""
+    path = folder / f"epoch-{epoch:04}"
+    unfinished = folder / f".{path.name}.tmp"
+    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()  # otherwise rank 0 can remove new shards, too
+    # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
+    dcp.save(get_training_state(model, optimizer), checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        unfinished.rename(path)
+
+
+def load_latest(folder, model, optimizer):
+    """Load the latest checkpoint, of any number of ranks; return its epoch, or 0."""
+    found = [max(folder.glob("epoch-*"), default=None)]
+    # Rank 0's: otherwise the ranks could resume from different epochs.
+    dist.broadcast_object_list(found)
+    if found[0] is None:
+        return 0
+    # dcp.load fills the tensors that it is given: get_state_dict makes them.
+    state = get_training_state(model, optimizer)
+    dcp.load(state, checkpoint_id=found[0])
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=TRAINED,
+    )
+    if dist.get_rank() == 0:
+        print(f"resumed from {found[0]}")
+    return int(found[0].name.removeprefix("epoch-"))
+
+
+def gather_weights(model, frozen=True):
+    """Return whole weights on rank 0, in CPU memory; frozen ones only if asked for.
+
+    On the other ranks the dict is empty. save_pretrained cannot write shards.
+    """
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
+    )
+    return select(model, get_model_state_dict(model, options=options), frozen)
