@@ -12,6 +12,7 @@ their maximum at different moments.
 import ast
 import gc
 import json
+import re
 import shutil
 import sys
 from typing import NamedTuple
@@ -363,6 +364,20 @@ def test_a_copy_of_the_file_prints_the_table(tmp_path):
         assert row.startswith(name) and row[29:].split() == cells
     most = max(memory.together(lines)) + memory.WORKSPACES
     assert last == f"at most {most / 2**30:.1f} GiB: loss"
+
+
+def test_the_table_of_the_page():
+    """Each row of docs/what_can_be_split.md, without and with the last flag."""
+    page = (ROOT / "docs/what_can_be_split.md").read_text()
+    rows = re.findall(r"^\| .* \| (none|`--.*`) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert len(rows) >= 7
+    for flags, *shown in rows:
+        words = [] if flags == "none" else flags.strip("`").split()
+        args, shape = memory.parse_args(words)
+        for checkpointing, text in zip((False, True), shown, strict=True):
+            given = (args.gpus, args.tokens, args.precision, args.groups)
+            lines = memory.table(shape, *given, checkpointing, args.grad_accum)
+            assert f"{max(memory.together(lines)) / 2**30:.1f}" == text
 
 
 def test_it_imports_the_standard_library_alone():
