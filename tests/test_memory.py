@@ -307,7 +307,7 @@ def test_the_stages_on_an_h100(stage, groups):
     assert shape.parameters == stored["weights"]
     tokens = int(work["batch_size"]) * int(work["context_length"])
     lines = memory.table(shape, 1, tokens, work["amp"], groups)
-    (most,) = [s["bytes"]["most"] for s in stored["stages"] if s["stage"] == stage]
+    (most,) = [s["gpu_bytes"] for s in stored["stages"] if s["stage"] == stage]
     assert most <= max(memory.together(lines)) <= 1.08 * most
 
 
