@@ -25,7 +25,7 @@ from common.args import check_batch_size
 from common.args import fail
 from common.args import positive_int
 from common.args import writable_file
-from tools import harness
+from nbtools import harness
 from tools.stages import command
 from tools.stages import features
 from tools.stages import with_feature

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from nbtools import harness
 from nbtools import lesson
-from tools import harness
 
 SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
 NO_CLUSTER = "(no cluster here: not run)"

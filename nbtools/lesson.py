@@ -9,18 +9,18 @@ import tempfile
 import time
 from pathlib import Path
 
+from nbtools import harness
 from nbtools.sections import ROOT
 from nbtools.sections import sections
-from tools import harness
-from tools.weights import max_abs_diff as max_abs_diff  # for the notebooks
+from nbtools.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
 # A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
 _scratch = tempfile.TemporaryDirectory()
 work = Path(_scratch.name)
 
 # Set where notebooks are tested: then a command is run without its launcher if it can
-# be (see tools/harness.py), which takes a fraction of the time. With "working", not one
-# that fails: what the launcher says of it is shown.
+# be (see harness.py), which takes a fraction of the time. With "working", not one that
+# fails: what the launcher says of it is shown.
 FORKS = os.environ.get("LESSON_FORKS")
 
 

@@ -11,8 +11,8 @@ import tempfile
 from collections import Counter
 from itertools import zip_longest
 
+from nbtools import harness
 from nbtools import lesson
-from tools import harness
 
 SCRIPT = lesson.ROOT / "tools/two_machines.sh"
 NOT_RUN = "(no network namespaces here: not run)"

@@ -1,5 +1,5 @@
 """What a forked process does to itself before it runs a script: a `prepare` of
-tools/harness.py.
+nbtools/harness.py.
 
 Faults come in through hooks that torch and Python offer to everybody: an optimizer
 step, a forward pass, or an audit event, such as that a file is opened, renamed or
@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler
 from torchvision import datasets
 from torchvision.models import WeightsEnum
 
-from tools import harness
+from nbtools import harness
 
 RANKS = ("0", "1", "2", "3")
 

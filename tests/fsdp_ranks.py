@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from common import checkpoint
 from common.gpt import GPT
 from common.gpt import decay_groups
+from nbtools.counting import Collectives
 from tests.resume_harness import app_state
 from tests.resume_harness import take_step
 from tests.training import FakeLoader
@@ -25,7 +26,6 @@ from tests.training import plain
 from tests.training import ranks_of
 from tests.training import stage_args
 from tests.training import train_first_epoch
-from tools.counting import Collectives
 
 WINDOWS, CONTEXT = 12, 8  # of a global batch
 FLAGS = ("--batch-size", WINDOWS, "--context-length", CONTEXT)
@@ -58,7 +58,7 @@ def whole_batch(step):
 def take_steps(rank, processes, stage, *flags):
     """Take two steps by the stage's own functions; return what was seen of them.
 
-    collectives: those of the second step, as of tools/counting.py; norms: of the
+    collectives: those of the second step, as of nbtools/counting.py; norms: of the
     gradient, one per step; weights: the whole ones; params, grads, states, memory:
     bytes of this process afterwards.
     """

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from nbtools import harness
 from tests import spy
 from tests.training import TRANSFORMERS
 from tests.training import replace_once
-from tools import harness
 from tools.stages import ROOT
 
 harness.preloaded += TRANSFORMERS

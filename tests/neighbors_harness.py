@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
+from nbtools import harness
+from nbtools.weights import max_abs_diff
 from tests.training import DOUBLE
 from tests.training import replace_once
 from tests.training import train_in_forks
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
-from tools.weights import max_abs_diff
 
 STAGE = first_with("ddp")
 FOLDER = ROOT / "recipes/neighbors"

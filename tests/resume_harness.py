@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common import checkpoint
 from common import weights
 from common.gpt import GPT
+from nbtools.weights import max_abs_diff
 from tests.fault_injection import RANKS
 from tests.fault_injection import signalled
 from tests.training import ranks_of
@@ -21,7 +22,6 @@ from tests.training import start_stage
 from tests.training import train_in_forks
 from tools.stages import ROOT
 from tools.stages import features
-from tools.weights import max_abs_diff
 
 SAMPLES, STEPS = 480, 20  # in an epoch, and in the two epochs of a run
 NEVER = ("--checkpoint-every", "1000000")  # only at the end of an epoch or at a signal

@@ -4,7 +4,7 @@
     SlurmJob    a submitted job: its state, its log, its ranks, and signals to them
 
 Slurm answers slowly on a busy machine. So what waits here waits for a job's state or
-its log, with the generous limit of tools/harness.py.
+its log, with the generous limit of nbtools/harness.py.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from tools import harness
-from tools.harness import assert_gone
-from tools.harness import in_mask
-from tools.harness import wait_until
+from nbtools import harness
+from nbtools.harness import assert_gone
+from nbtools.harness import in_mask
+from nbtools.harness import wait_until
 from tools.stages import ROOT
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from common import meters
+from nbtools.counting import Collectives
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
@@ -23,12 +25,10 @@ from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
 from tests.training import train_in_forks
-from tools.counting import Collectives
 from tools.stages import features
 from tools.stages import first_with
 from tools.stages import reference
 from tools.stages import with_feature
-from tools.weights import max_abs_diff
 
 ACCUMULATING = with_feature("accumulation")
 FIRST = ACCUMULATING[0]

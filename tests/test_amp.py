@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from common import weights
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
@@ -33,7 +34,6 @@ from tools.stages import features
 from tools.stages import first_with
 from tools.stages import reference
 from tools.stages import with_feature
-from tools.weights import max_abs_diff
 
 STAGE = first_with("amp")
 ACCUMULATING = with_feature("amp", "accumulation")

@@ -14,7 +14,7 @@ from benchmarks.report import compared
 from benchmarks.report import show
 from common import text
 from common.model import SmallResNet
-from tools.harness import run
+from nbtools.harness import run
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import with_feature

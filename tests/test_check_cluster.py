@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from nbtools import harness
 from tests.slurm_cluster import Cluster
 from tests.spy import call_after
 from tests.training import load_program
 from tests.training import missing_for_slurm
 from tests.training import missing_for_two_machines
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

@@ -35,12 +35,12 @@ from common import meters
 from common import weights
 from common.args import ArgumentParser
 from common.model import make_model
+from nbtools import harness
 from tests.training import assert_one_error_line
 from tests.training import injected
 from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import train_in_forks
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

@@ -19,9 +19,9 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from nbtools import harness
 from tests.conftest import only_in_release
 from tests.training import missing_for_two_machines
-from tools import harness
 from tools.stages import ROOT
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
+from nbtools.harness import call_in_forks
 from nbtools.sections import sections
 from tests.conftest import only_in_release
 from tests.training import load_stage_for_vectors
@@ -19,7 +20,6 @@ from tests.training import replace_data
 from tests.training import run_stage
 from tests.training import stage_args
 from tests.training import train_in_forks
-from tools.harness import call_in_forks
 from tools.stages import features
 from tools.stages import first_with
 from tools.stages import with_feature

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from nbtools import harness
 from tests.conftest import only_in_release
 from tests.training import losses
-from tools import harness
 from tools.stages import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -12,6 +12,8 @@ import torch
 from common import meters
 from common.gpt import GPT
 from common.text import TextWindows
+from nbtools.harness import call_in_forks
+from nbtools.weights import max_abs_diff
 from tests import fsdp_ranks
 from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
@@ -22,11 +24,9 @@ from tests.training import run_stage
 from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import train_in_forks
-from tools.harness import call_in_forks
 from tools.stages import first_with
 from tools.stages import reference
 from tools.stages import with_feature
-from tools.weights import max_abs_diff
 
 SHARDED = with_feature("shards")
 STAGE = first_with("shards")

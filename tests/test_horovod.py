@@ -6,11 +6,11 @@ import shutil
 import pytest
 from torch.utils.data import DistributedSampler
 
+from nbtools import harness
 from tests.neighbors_harness import FLAGS
 from tests.neighbors_harness import Neighbor
 from tests.neighbors_harness import assert_trains_as_stage_03
 from tests.neighbors_harness import assert_trains_other_weights
-from tools import harness
 from tools.stages import ROOT
 
 STEP_WITHOUT_GRADIENTS = (

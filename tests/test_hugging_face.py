@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerFast
 
+from nbtools import harness
 from tests import spy
 from tests.conftest import only_in_release
 from tests.hugging_face_harness import BEFORE
@@ -47,7 +48,6 @@ from tests.hugging_face_harness import train_before
 from tests.training import load_program
 from tests.training import losses
 from tests.training import replace_once
-from tools import harness
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]
 

@@ -33,12 +33,12 @@ from transformers import Qwen2Config
 from common.gpt import GPT
 from common.gpt import TransformerBlock
 from common.meters import Meter
+from nbtools import harness
 from tests import fsdp_ranks
 from tests.training import TRANSFORMERS
 from tests.training import load_program
 from tests.training import load_stage
 from tests.training import stage_args
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

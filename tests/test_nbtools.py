@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from common import weights
+from nbtools import harness
 from nbtools import lesson
-from tools import harness
-from tools.harness import CommandError
+from nbtools.harness import CommandError
 
 
 def test_run_shows_a_command_as_it_is_typed_and_what_it_prints(capsys):

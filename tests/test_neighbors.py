@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nbtools import harness
 from tests.conftest import only_in_release
 from tests.neighbors_harness import FOLDER
 from tests.neighbors_harness import docstring
@@ -15,7 +16,6 @@ from tests.training import DOUBLE
 from tests.training import losses
 from tests.training import replace_once
 from tests.training import train_in_forks
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

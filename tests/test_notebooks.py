@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from nbval.plugin import get_sanitize_patterns
 
+from nbtools import harness
 from nbtools import lesson
 from nbtools.sections import HEAD
 from tests.conftest import only_in_ci
@@ -17,7 +18,6 @@ from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
 from tests.training import missing_for_two_machines
-from tools import harness
 from tools.notebooks import write
 from tools.stages import ROOT
 from tools.stages import first_with

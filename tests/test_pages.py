@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from nbtools import harness
 from tests.conftest import only_in_release
-from tools import harness
 from tools.stages import ROOT
 
 BLOCK = re.compile(r"^```\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from common import text
+from nbtools import harness
 from tests.conftest import only_in_release
 from tests.training import replace_once
-from tools import harness
 from tools.stages import ROOT
 
 (PROGRAM,) = ROOT.glob("*/demos/pipeline.py")

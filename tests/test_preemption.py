@@ -10,6 +10,10 @@ from functools import partial
 
 import pytest
 
+from nbtools.harness import LIMIT
+from nbtools.harness import assert_gone
+from nbtools.harness import family
+from nbtools.harness import wait_until
 from tests.conftest import only_in_release
 from tests.fault_injection import RANKS
 from tests.fault_injection import no_step
@@ -31,10 +35,6 @@ from tests.resume_harness import rows
 from tests.resume_harness import uninterrupted
 from tests.training import call_all
 from tests.training import injected
-from tools.harness import LIMIT
-from tools.harness import assert_gone
-from tools.harness import family
-from tools.harness import wait_until
 from tools.stages import with_feature
 
 STAGE, *LATER = with_feature("signals")

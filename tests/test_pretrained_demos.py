@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers import LlamaConfig
 
+from nbtools import harness
 from tests.training import TRANSFORMERS
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

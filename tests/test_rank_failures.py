@@ -8,15 +8,15 @@ import signal
 import psutil
 import pytest
 
+from nbtools.harness import LIMIT
+from nbtools.harness import assert_gone
+from nbtools.harness import ports
+from nbtools.harness import wait_until
 from nbtools.sections import sections
 from tests.conftest import only_in_release
 from tests.training import ENDLESS
 from tests.training import injected
 from tests.training import start_stage
-from tools.harness import LIMIT
-from tools.harness import assert_gone
-from tools.harness import ports
-from tools.harness import wait_until
 from tools.stages import first_with
 from tools.stages import with_feature
 

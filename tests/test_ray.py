@@ -8,11 +8,11 @@ import tempfile
 import psutil
 import pytest
 
+from nbtools import harness
 from tests.neighbors_harness import FLAGS
 from tests.neighbors_harness import Neighbor
 from tests.neighbors_harness import assert_trains_as_stage_03
 from tests.neighbors_harness import assert_trains_other_weights
-from tools import harness
 from tools.stages import ROOT
 
 WITHOUT_DDP = ("ray.train.torch.prepare_model(model)", "model")

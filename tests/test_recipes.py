@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import pytest
 
+from nbtools import harness
 from tests.conftest import only_in_release
 from tests.training import counts
 from tests.training import replace_once
-from tools import harness
 from tools.stages import ROOT
 
 pytestmark = pytest.mark.ci

@@ -11,8 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nbtools import harness
 from tests.training import replace_once
-from tools import harness
 from tools import notebooks
 from tools.stages import ROOT
 from tools.stages import first_with

@@ -21,6 +21,8 @@ from torch.utils.data import DistributedSampler
 
 from common.loader import collate
 from common.loader import skip_first_batches
+from nbtools import harness
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import infinite_gradient
@@ -50,12 +52,10 @@ from tests.training import plain
 from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
-from tools import harness
 from tools.stages import features
 from tools.stages import first_with
 from tools.stages import registry
 from tools.stages import with_feature
-from tools.weights import max_abs_diff
 
 STAGES = with_feature("checkpoints")
 STAGE, *LATER = STAGES

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from nbtools import harness
 from nbtools.lesson import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import weights_kept
@@ -19,7 +20,6 @@ from tests.training import small_workload
 from tests.training import train
 from tests.training import train_copy_in_forks
 from tests.training import train_in_forks
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import features
 from tools.stages import first_with

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tools import harness
+from nbtools import harness
 from tools.stages import ROOT
 from tools.stages import known_files
 

@@ -7,6 +7,10 @@ import shutil
 import psutil
 import pytest
 
+from nbtools import harness
+from nbtools.harness import assert_gone
+from nbtools.harness import wait_until
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.slurm_cluster import EVERY
 from tests.slurm_cluster import Cluster
@@ -18,13 +22,9 @@ from tests.training import assert_one_error_line
 from tests.training import missing_for_slurm
 from tests.training import small_workload
 from tests.training import train_in_forks
-from tools import harness
-from tools.harness import assert_gone
-from tools.harness import wait_until
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import reference
-from tools.weights import max_abs_diff
 
 pytestmark = pytest.mark.ci
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common import weights
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import signalled_at_file
@@ -32,7 +33,6 @@ from tests.training import train_in_forks
 from tools.stages import first_with
 from tools.stages import reference
 from tools.stages import registry
-from tools.weights import max_abs_diff
 
 pytestmark = pytest.mark.slow  # its file comes early: it takes long
 

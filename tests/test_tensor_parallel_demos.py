@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tools import harness
+from nbtools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from nbtools import harness
 from tests.training import replace_once
 from tools import demo
 from tools import fault_table
 from tools import gpu
-from tools import harness
 from tools import pages
 from tools import picture
 from tools.propagate import propagate
@@ -22,7 +22,7 @@ from tools.stages import stages
 from tools.stages import steps
 
 
-# ---- tools/harness.py ----------------------------------------------------------------
+# ---- nbtools/harness.py --------------------------------------------------------------
 def test_a_rank_that_failed_before_one_waits_ends_the_others(tmp_path):
     """As under torchrun."""
     script = tmp_path / "script.py"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nbtools import harness
 from nbtools import machines as shown_machines
 from tests.training import missing_for_two_machines
-from tools import harness
 from tools.stages import ROOT
 
 pytestmark = pytest.mark.ci

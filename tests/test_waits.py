@@ -10,16 +10,16 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from nbtools.counting import Collectives
+from nbtools.counting import Waits
+from nbtools.counting import WaitsForDevice
+from nbtools.counting import between_steps
+from nbtools.harness import call_in_forks
 from tests.conftest import only_in_release
 from tests.training import changed
 from tests.training import run_stage
 from tests.training import sharded
 from tests.training import small_workload
-from tools.counting import Collectives
-from tools.counting import Waits
-from tools.counting import WaitsForDevice
-from tools.counting import between_steps
-from tools.harness import call_in_forks
 from tools.stages import ROOT
 from tools.stages import features
 from tools.stages import first_with

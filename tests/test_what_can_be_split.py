@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.gpt import GPT
+from nbtools import harness
 from tests import fsdp_ranks
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import first_with
 

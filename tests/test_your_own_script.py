@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import nn
 
+from nbtools import harness
+from nbtools.weights import max_abs_diff
 from tests import spy
 from tests.conftest import only_in_release
 from tests.training import load_program
 from tests.training import losses
 from tests.training import replace_once
-from tools import harness
 from tools.stages import ROOT
-from tools.weights import max_abs_diff
 
 pytestmark = pytest.mark.ci
 

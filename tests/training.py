@@ -1,6 +1,6 @@
 """How the tests train a stage: with little work, from copies, with a fault in it.
 
-tools/harness.py starts the processes.
+nbtools/harness.py starts the processes.
 
     DOUBLE, ENDLESS     flags that many tests use
     small_workload      flags with which an epoch takes a second or two
@@ -29,7 +29,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from tools import harness
+from nbtools import harness
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import features

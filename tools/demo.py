@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from tools import harness
+from nbtools import harness
+from nbtools.weights import max_abs_diff
 from tools.stages import fail
 from tools.stages import features
 from tools.stages import launcher
 from tools.stages import plain_command
 from tools.stages import reference
 from tools.stages import stages
-from tools.weights import max_abs_diff
 
 COLUMNS = "{:<22} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
 TITLES = [

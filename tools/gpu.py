@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 import torchvision
 
+from nbtools import harness
 from nbtools.lesson import max_abs_diff
-from tools import harness
 from tools.stages import ROOT
 from tools.stages import command
 from tools.stages import fail

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "your_own_script/hugging_face")]
 
 import fsdp
-from tools.counting import Collectives
+from nbtools.counting import Collectives
 
 CPU = torch.device("cpu")
 

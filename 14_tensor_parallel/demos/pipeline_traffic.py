@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 from common import text
-from tools.counting import Collectives
+from nbtools.counting import Collectives
 
 CPU = torch.device("cpu")
 # around a ring, a process sends (n - 1) / n of the whole so many times

@@ -40,7 +40,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.stages import ROOT
+from nbtools.sections import ROOT
 
 PROGRAMS = {
     "python": [sys.executable],
@@ -359,7 +359,7 @@ def plan_forks(words):
 
 def set_preloads():
     """Tell the server what to import when it starts, which is at the first fork."""
-    forkserver.set_forkserver_preload([*preloaded, "tools.fork_preload"])
+    forkserver.set_forkserver_preload([*preloaded, "nbtools.fork_preload"])
 
 
 def in_fork(arguments, folder, cwd, variables, prepare):
