@@ -406,6 +406,7 @@ def main():
     if not names or not set(names) <= set(MISTAKES):
         fail(f"name one or more of the mistakes: {', '.join(MISTAKES)}")
     dist.init_process_group("gloo")
+    dist.barrier()  # otherwise a mistake of one can break the start of the other
     for name in names:
         if len(names) > 1:
             tell(f"== {name}")
