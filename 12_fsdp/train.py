@@ -152,7 +152,8 @@ def log(text):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    dist.barrier()  # [11] otherwise one that ends here breaks the start of the others
+    # [11] otherwise one that ends here breaks the start of the others
+    dist.barrier()
     # [11] windows of one long text
     with one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
