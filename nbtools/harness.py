@@ -54,7 +54,7 @@ LAUNCHERS = re.compile(rf"{LAUNCHERS}|TORCHELASTIC_|SLURM_(?!CONF)")
 # The server of the forks; `preloaded` are the modules that it imports when it starts.
 forkserver = multiprocessing.get_context("forkserver")
 preloaded = ["torch", "torchvision", "torch._dynamo", "torch.distributed.checkpoint"]
-preloaded += ["torch.distributed.checkpoint.state_dict", "tools.harness"]
+preloaded += ["torch.distributed.checkpoint.state_dict", "nbtools.harness"]
 # What a notebook's forks need in addition, which the test that runs it says.
 preloaded += os.environ.get("FORKS_PRELOAD", "").split()
 
@@ -84,6 +84,7 @@ def environment(**variables):
     variables: to add, or to leave out if the value is None.
     """
     ours = {k: v for k, v in os.environ.items() if not LAUNCHERS.match(k)}
+    ours["PATH"] = f"{Path(sys.executable).parent}:{ours.get('PATH', '')}"  # torchrun
     wanted = {**ours, "OMP_NUM_THREADS": "1", **variables}
     return {name: str(value) for name, value in wanted.items() if value is not None}
 
@@ -174,7 +175,8 @@ class LaunchedJob(Job):
         found = []
         for process in self.members()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is gone, too
-                if re.search(r"\.py\b|spawn_main", " ".join(process.cmdline())):
+                words = " ".join(process.cmdline())
+                if re.search(r"\.py\b|spawn_main", words) and "/torchrun " not in words:
                     found.append(process)
         return found
 
@@ -302,13 +304,17 @@ def start(
     environment, which otherwise has no launcher's variables and one thread per process.
 
     A command is launched in any case if its launcher does something that forks do not:
-    if it has options other than the number of processes.
+    if it has options other than the number of processes. If RANKS_PER_GPU is set, so
+    that ranks share a GPU, recipes/nccl_on_one_gpu.sh takes the place of torchrun.
     """
     words = shlex.split(command) if isinstance(command, str) else [*map(str, command)]
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables.setdefault(name, value)
     ranks = plan_forks(words) if forks and terminal is None else None
+    if ranks is None and "RANKS_PER_GPU" in os.environ:
+        words = on_shared_gpu(words)
+        variables.setdefault("PORT", free_port())
     if ranks:
         arguments, ranks = ranks
         environments = [environment(**{**rank, **variables}) for rank in ranks]
@@ -352,9 +358,21 @@ def plan_forks(words):
         return None
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"WORLD_SIZE": count[1], "LOCAL_WORLD_SIZE": count[1]}
-    return rest[2:], [
+    ranks = [
         {**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(int(count[1]))
     ]
+    if "RANKS_PER_GPU" in os.environ:  # what the script gives to each rank
+        alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NCCL_SOCKET_IFNAME": "lo"}
+        ranks = [each | alone | {"NCCL_HOSTID": each["RANK"]} for each in ranks]
+    return rest[2:], ranks
+
+
+def on_shared_gpu(words):
+    """Return the words of torchrun's command with ranks that share a GPU."""
+    count = re.fullmatch(r"--nproc-per-node=(\d+)", words[2]) if words[2:] else None
+    if words[:2] != ["torchrun", "--standalone"] or count is None:
+        return words
+    return ["bash", str(ROOT / "recipes/nccl_on_one_gpu.sh"), count[1], *words[3:]]
 
 
 def set_preloads():

@@ -1,4 +1,4 @@
-"""The options --device, --all and --release, and fixtures that several files use."""
+"""Options, the order of the tests, and fixtures that several files use."""
 
 import collections
 import os
@@ -36,6 +36,7 @@ def only_in_release(*values, unless=False):
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.addoption("--ranks-per-gpu", help="how many ranks share a GPU, with nccl")
     parser.addoption("--all", action="store_true", help="run the tests marked ci, too")
     parser.addoption(
         "--release", action="store_true", help="in addition, those marked release"
@@ -53,6 +54,8 @@ def pytest_configure(config):
         config.addinivalue_line("markers", line)
     config.stash[NUM_LEFT_OUT] = 0
     config.option.loadscopereorder = False  # the order below is better
+    if config.getoption("--ranks-per-gpu"):  # for nbtools/harness.py
+        os.environ["RANKS_PER_GPU"] = config.getoption("--ranks-per-gpu")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")
 

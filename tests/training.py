@@ -49,14 +49,19 @@ TRANSFORMERS += [
 
 
 def counts(device):
-    """Return the numbers of processes to try: 1 to 4, if there are as many GPUs."""
-    most = torch.cuda.device_count() if device == "cuda" else 4
+    """Return the numbers of processes to try: 1 to 4, if GPUs have room for them."""
+    most = ranks_on_gpus() if device == "cuda" else 4
     return range(1, min(4, most) + 1)
+
+
+def ranks_on_gpus():
+    """Return how many ranks find a GPU: one on each, or --ranks-per-gpu."""
+    return torch.cuda.device_count() * int(os.environ.get("RANKS_PER_GPU", "1"))
 
 
 def skip_without_gpus(processes, device):
     """Skip a test of so many processes, each on a GPU, if there are fewer GPUs."""
-    if device == "cuda" and processes > torch.cuda.device_count():
+    if device == "cuda" and processes > ranks_on_gpus():
         pytest.skip(f"{processes} processes need as many GPUs")
 
 

@@ -10,7 +10,9 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     benchmark  float32, TF32 and mixed precision: resnet50 on images of 224 px, and
                resnet18 on 32 px; DDP and FSDP2 with a GPT of 200 million weights
     probe      a step's variants, copies and loaders
-    recipes    torch's SyncBatchNorm, which refuses to run on a CPU
+    nccl       two ranks of nccl that share the GPU: programs and recipes by
+               recipes/nccl_on_one_gpu.sh, and what nccl says when something is wrong
+    nccl-tests  the tests of several ranks, up to four of which share the GPU
 
 It needs torch 2.11 or later, psutil and pytest, but no internet and no Jupyter: run it
 with the Python that has torch. DIR (gpu_results by default) gets what each part prints.
@@ -20,6 +22,7 @@ with the Python that has torch. DIR (gpu_results by default) gets what each part
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -46,7 +49,12 @@ NEEDED += ("sklearn", "PIL")
 MISSING_IS_FINE = ("pytest_timeout", "nbformat", "nbval", "ruff")
 SECONDS = 540  # of a part; a machine that is lent by the call often allows 600
 RUN_SECONDS = 300  # of a stage or a benchmark: one that takes longer hangs
+SHARED = 2  # ranks of a GPU, in the part nccl; twice as many in nccl-tests
 TESTS = {
+    "nccl-tests": (
+        *("same_weights", "amp", "distributed_eval", "accumulation", "resume"),
+        *("preemption", "fsdp", "sharded_checkpoints", "tensor_parallel"),
+    ),
     "tests": (
         *("chain", "common", "data", "same_weights", "amp", "distributed_eval"),
         *("accumulation", "bad_input", "benchmark", "waits", "gpt", "fsdp"),
@@ -206,14 +214,15 @@ def summarize(path, report):
     return counts
 
 
-def run_tests(part, args, report):
-    """Run the test files of a part; return whether none failed."""
+def run_tests(part, args, report, more=()):
+    """Run the test files of a part, with more options; return whether none failed."""
     junit = args.out_dir / f"{part}.xml"
     junit.unlink(missing_ok=True)
     files = [f"tests/test_{name}.py" for name in TESTS[part]]
     # Nothing of a file that needs Jupyter is imported; what has no GPU to run on skips.
     options = ["-q", "-n", str(min(8, os.cpu_count())), "--dist", "worksteal"]
     options += ["-p", "no:cacheprovider", "--device", args.device, "--all"]
+    options += more
     if args.dry_run:
         files, options = ["tests/test_common.py"], [*options, "-k", "meter"]
     words = ["python", "-m", "pytest", *options, f"--junitxml={junit}", *files]
@@ -303,14 +312,71 @@ def run_yours(args, report):
     return good
 
 
-def run_recipes(_args, report):
-    """Run the recipe of which a part needs a GPU; return whether it ended well."""
-    processes = max(1, torch.cuda.device_count())
-    words = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
-    code, text = run([*words, "recipes/sync_batchnorm.py"], RUN_SECONDS)
-    report(f"sync_batchnorm, {processes} process(es): exit code {code}")
-    report(text)
-    return code == 0
+# It names a node by this variable, if there is one.
+CHECK = "SLURMD_NODENAME=machine$RANK python check_cluster.py"
+
+
+def in_machines_of_one(args, words, number, **variables):
+    """Run a command with SHARED ranks, each as if on a machine of its own."""
+    own = ["env", f"PORT={29600 + number}", *(f"{k}={v}" for k, v in variables.items())]
+    if args.dry_run:
+        own.append("CUDA_VISIBLE_DEVICES=")
+    script = ["bash", str(ROOT / "recipes/nccl_on_one_gpu.sh"), str(SHARED)]
+    return run([*own, *script, *words], 150, cwd=args.folder)
+
+
+def run_nccl(args, report):
+    """Run the part `nccl`; return whether all ended as they should.
+
+    The programs run side by side, the kinds of mistakes as well. Whether the words of a
+    mistake are those that docs/symptoms.md quotes is for a reader to see.
+    """
+    words = ROOT / "06_slurm/demos/nccl_words.py"
+    kinds = re.findall(r"^def (\w+)\(\):\n    \"", words.read_text(), re.MULTILINE)
+    recipes = sorted(ROOT.glob("recipes/*.py"))
+    recipes = [
+        each
+        for each in recipes
+        if each.name not in ("debug_one_rank.py", "loader_memory.py")
+    ]
+    programs = [
+        [ROOT / "06_slurm/demos/smoke_test.py"],
+        ["--no-python", "bash", "-c", CHECK],
+        ["after.py"],
+        ["ddp.py"],
+        ["fsdp.py"],
+        ["hugging_face/fsdp.py", "llama", "--bf16"],
+        ["hugging_face/lora.py", "llama"],
+        *([each] for each in recipes),
+        *([words, kind] for kind in kinds),
+    ]
+    if args.dry_run:
+        programs = [*programs[:2], programs[-1]]
+    good = True
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max(2, os.cpu_count() // 2)) as pool,
+    ):
+        args.folder = folder
+        shutil.copytree(ROOT / "your_own_script", folder, dirs_exist_ok=True)
+        if not args.dry_run and importlib.util.find_spec("transformers"):
+            run(["python", "hugging_face/make_model.py", "llama"], 60, cwd=folder)
+        runs = [
+            pool.submit(in_machines_of_one, args, [str(word) for word in each], number)
+            for number, each in enumerate(programs)
+        ]
+        for each, future in zip(programs, runs, strict=True):
+            code, text = future.result()
+            if each[0] != words:
+                good &= code == 0
+            shown = " ".join(str(word).removeprefix(f"{ROOT}/") for word in each)
+            report(f"\n== {shown}: exit code {code}\n{text if code else text[-1500:]}")
+    return good
+
+
+def run_nccl_tests(args, report):
+    """Run the tests of the part `nccl-tests`; return whether none failed."""
+    return run_tests("nccl-tests", args, report, [f"--ranks-per-gpu={2 * SHARED}"])
 
 
 PARTS = {
@@ -321,7 +387,8 @@ PARTS = {
     "yours": run_yours,
     "benchmark": benchmark,
     "probe": probe,
-    "recipes": run_recipes,
+    "nccl": run_nccl,
+    "nccl-tests": run_nccl_tests,
 }
 
 

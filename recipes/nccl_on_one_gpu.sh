@@ -1,0 +1,25 @@
+#!/bin/bash
+# I have one GPU: how do I run my script with nccl and several ranks?
+#
+# By default nccl refuses: "Duplicate GPU detected". It compares only GPUs of the same
+# machine, and NCCL_HOSTID names a rank's machine. So let each rank be a machine of its
+# own: one torchrun for each, as on several machines, and another name for each. This is
+# a trick, not a feature: try it, do not rely on it.
+#
+#     $ bash recipes/nccl_on_one_gpu.sh 2 03_ddp_launch/train.py --epochs 1
+#
+# It shows that a script works with nccl: its collectives, its groups, its order of calls,
+# and the same weights as one process. It shows nothing of speed, since the ranks share
+# the GPU and send over TCP, nothing of NVLink or InfiniBand, and not that each local rank
+# takes its own GPU: here, each is 0. PORT=29501 takes another port.
+ranks=$1
+shift
+for ((i = 0; i < ranks; i++)); do
+  NCCL_HOSTID=machine$i NCCL_SOCKET_IFNAME=lo torchrun \
+    --nnodes="$ranks" --node-rank=$i --nproc-per-node=1 \
+    --master-addr=127.0.0.1 --master-port="${PORT:-29500}" "$@" &
+done
+trap 'kill $(jobs -p)' INT TERM
+for ((i = 0; i < ranks; i++)); do
+  wait -n || { code=$?; kill $(jobs -p); wait; exit $code; }
+done 2>/dev/null
