@@ -1,17 +1,18 @@
 """torch.compile and DDP: in which order, and where does `_orig_mod.` come from?
 
 Call `model.compile()`, and then wrap the model in DDP. This compiles the model in
-place: its weights keep their names, and it works for every model.
-`torch.compile(model)` returns a wrapper instead, which puts `_orig_mod.` before the
-names as DDP puts `module.`. `torch.compile(DDP(model))` works for some models, but in
-torch 2.15 it compiles nothing if the model is an nn.Sequential. Save the state_dict()
-of the model itself: after `model.compile()` its names are clean.
+place: its weights keep their names. `torch.compile(model)` returns a wrapper instead,
+which puts `_orig_mod.` before the names as DDP puts `module.`.
+`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential, and in
+torch 2.11 no order does. Save the state_dict() of the model itself: after
+`model.compile()` its names are clean.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
-model.compile(), then DDP: compiled, module.0.weight
-DDP(torch.compile(model)): compiled, module._orig_mod.0.weight
-torch.compile(DDP(model)): not compiled, _orig_mod.module.0.weight
-model.state_dict(): 0.weight
+model.compile(), then DDP: compiled, module.up.weight
+DDP(torch.compile(model)): compiled, module._orig_mod.up.weight
+torch.compile(DDP(model)): compiled, _orig_mod.module.up.weight
+torch.compile(DDP(nn.Sequential(...))): not compiled, _orig_mod.module.0.weight
+model.state_dict(): up.weight
 weights within 1e-12 of those without compile
 """
 
@@ -44,9 +45,19 @@ class Counter:
         return graph.forward
 
 
-def make_model():
-    """Return a model, with the same weights each time."""
-    torch.manual_seed(0)
+class MLP(nn.Module):
+    """Two layers. Maps [N, 64] to the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+def sequential():
+    """Return the same model without a class of one's own."""
     return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
 
 
@@ -58,10 +69,12 @@ def wrapped_first(model, backend):
     return torch.compile(DistributedDataParallel(model), backend=backend)
 
 
+# {what is printed: (what compiles and wraps the model, what makes it)}
 ORDERS = {
-    "model.compile(), then DDP": compile_and_wrap,
-    "DDP(torch.compile(model))": compiled_first,
-    "torch.compile(DDP(model))": wrapped_first,
+    "model.compile(), then DDP": (compile_and_wrap, MLP),
+    "DDP(torch.compile(model))": (compiled_first, MLP),
+    "torch.compile(DDP(model))": (wrapped_first, MLP),
+    "torch.compile(DDP(nn.Sequential(...)))": (wrapped_first, sequential),
 }
 
 
@@ -72,7 +85,7 @@ def train(called, model):
         torch.manual_seed(step)
         samples = torch.randn(12, 64)[dist.get_rank() :: dist.get_world_size()]
         optimizer.zero_grad()
-        called(samples).square().mean().backward()
+        called(samples.to(next(model.parameters()).device)).square().mean().backward()
         optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -85,23 +98,23 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    torch.set_default_device(device)
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
-    plain = make_model()
-    expected = train(DistributedDataParallel(plain), plain)
-    for order, prepare in ORDERS.items():
+    for order, (prepare, make) in ORDERS.items():
         torch.compiler.reset()
-        model, counter = make_model(), Counter()
+        torch.manual_seed(0)
+        plain, model, counter = make().to(device), make().to(device), Counter()
+        model.load_state_dict(plain.state_dict())
+        expected = train(DistributedDataParallel(plain), plain)
         called = prepare(model, counter)
         torch.testing.assert_close(train(called, model), expected, rtol=0, atol=1e-12)
         name = next(iter(called.state_dict()))
-        assert (counter.graphs > 0) == (prepare is not wrapped_first)
+        assert (counter.graphs > 0) == (make is MLP)
         assert ("_orig_mod." in name) == (prepare is not compile_and_wrap)
         if dist.get_rank() == 0:
             result = "compiled" if counter.graphs else "not compiled"
             print(f"{order}: {result}, {name}", flush=True)
     if dist.get_rank() == 0:
-        print("model.state_dict():", next(iter(model.state_dict())))
+        print("model.state_dict():", next(iter(MLP().state_dict())))
         print("weights within 1e-12 of those without compile")
 
 

@@ -10,7 +10,8 @@ of state_dict() and named_parameters(); get_model_state_dict() takes it out agai
 blocks in a loop, nothing outside the blocks is compiled, and with activation
 checkpointing around them nothing at all. Nothing is printed then, but with
 `fullgraph=True` it is an error. The last line is about Inductor; without the C++
-compiler that it needs on a CPU, it is about aot_eager, and stderr says so.
+compiler that it needs on a CPU, it is about aot_eager, and stderr says so. (On a CPU,
+the Inductor of torch 2.11 fails in float64.)
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile_fsdp.py
 block.compile(), then fully_shard(block): operations per graph [20], breaks 0
@@ -22,7 +23,7 @@ model.compile(): operations per graph [20], breaks 1
 model.compile(), checkpoint(block, x): operations per graph [], breaks 1
 model.compile(), no loop in forward(): operations per graph [1, 20, 2], breaks 4
 model.compile(), without FSDP: operations per graph [83], breaks 0
-model.compile(fullgraph=True): Call to `torch._dynamo.disable()`
+model.compile(fullgraph=True): fails at a call to torch._dynamo.disable()
 gradients within 1e-12 of those of one process without compile
 names after block.compile(): blocks.0.norm1.weight
 names after torch.compile(block): blocks.0._orig_mod.norm1.weight
@@ -95,6 +96,13 @@ class Block(nn.Module):
         return x + self.down(self.activation(self.up(self.norm2(x))))
 
 
+def own_device():
+    """Return this rank's GPU, or the CPU."""
+    return torch.device(
+        torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    )
+
+
 class GPT(nn.Module):
     """Four blocks, with the same weights each time. Maps [B, T] to [B, T, 96]."""
 
@@ -107,6 +115,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(each) for each in self.activations)
         self.norm = nn.LayerNorm(64)
         self.head = nn.Linear(64, 96, bias=False)
+        self.to(own_device())
 
     def forward(self, tokens):
         x = self.tokens(tokens)
@@ -188,7 +197,7 @@ def log(text):
 def make_samples(step=0):
     """Return the tokens of all ranks, [12, 17], and this rank's share of them."""
     torch.manual_seed(step)
-    samples = torch.randint(96, (12, 17))
+    samples = torch.randint(96, (12, 17)).to(own_device())
     return samples, samples[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -226,11 +235,11 @@ def check_graphs():
     compile_whole(model, "aot_eager", fullgraph=True)
     try:
         model(own[:, :-1])
-        message = None
+        message = ""
     except RuntimeError as error:
-        message = str(error).splitlines()[0]
-    assert message == "Call to `torch._dynamo.disable()`"
-    log(f"model.compile(fullgraph=True): {message}")
+        message = str(error)
+    assert "disable" in message  # torch words it in several ways
+    log("model.compile(fullgraph=True): fails at a call to torch._dynamo.disable()")
     log("gradients within 1e-12 of those of one process without compile")
 
 
@@ -301,7 +310,6 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    torch.set_default_device(device)
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
     check_graphs()
     check_names()
