@@ -3,15 +3,18 @@
 #
 # By default nccl refuses: "Duplicate GPU detected". It compares only GPUs of the same
 # machine, and NCCL_HOSTID names a rank's machine. So let each rank be a machine of its
-# own: one torchrun for each, as on several machines, and another name for each. This is
-# a trick, not a feature: try it, do not rely on it.
+# own: one torchrun for each, as on several machines, and another name for each.
 #
 #     $ bash recipes/nccl_on_one_gpu.sh 2 03_ddp_launch/train.py --epochs 1
 #
 # It shows that a script works with nccl: its collectives, its groups, its order of calls,
-# and the same weights as one process. It shows nothing of speed, since the ranks share
-# the GPU and send over TCP, nothing of NVLink or InfiniBand, and not that each local rank
-# takes its own GPU: here, each is 0. PORT=29501 takes another port.
+# and the same weights as one process. It shows nothing of speed, since the ranks take
+# turns on the GPU and send over TCP (4 ms for an all-reduce of one number), nothing of
+# NVLink or InfiniBand, and not that each local rank takes its own GPU: here, each is 0.
+# NCCL does not promise that this works. Seen with two to four ranks on an H200, torch
+# 2.11, NCCL 2.28.9. NCCL 2.30 and later, as in torch 2.14, also allow two ranks on one
+# GPU themselves, by NCCL_MULTI_RANK_GPU_ENABLE=1 (seen with 2.31.2).
+# Without a GPU, the ranks use gloo. PORT=29501 takes another port.
 ranks=$1
 shift
 for ((i = 0; i < ranks; i++)); do

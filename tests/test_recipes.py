@@ -16,10 +16,13 @@ from typing import NamedTuple
 import pytest
 
 from nbtools import harness
+from nbtools.lesson import max_abs_diff
 from tests.conftest import only_in_release
 from tests.training import counts
 from tests.training import replace_once
+from tests.training import train_in_forks
 from tools.stages import ROOT
+from tools.stages import first_with
 
 pytestmark = pytest.mark.ci
 
@@ -359,3 +362,39 @@ def test_the_index_has_every_recipe_with_its_question():
     assert sorted(recipe for _, recipe in rows) == RECIPES
     for question, recipe in rows:
         assert question == docstring(recipe)[0]
+
+
+# ---- nccl_on_one_gpu.sh --------------------------------------------------------------
+SHARED = ["bash", FOLDER / "nccl_on_one_gpu.sh"]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_ranks_on_one_gpu_train_the_weights_of_one_process(trained, tmp_path):
+    """Here with gloo; `make gpu PART=nccl-tests` does it with nccl."""
+    stage = first_with("torchrun")
+    flags = ["--dtype", "float64", "--epochs", "1", "--out-dir", tmp_path]
+    words = [*SHARED, 3, ROOT / stage / "train.py", *flags]
+    done = harness.run(words, PORT=harness.free_port(), **NO_GPU)
+    assert "3 processes on gloo" in done.stdout
+    one = trained(stage, 1, *flags[:4], how=train_in_forks)
+    assert max_abs_diff(one.weights, tmp_path / "last.pt") <= 1e-10
+
+
+def test_ranks_on_one_gpu_are_machines_of_their_own(tmp_path):
+    """If one fails, the others are ended, and its exit code is the script's."""
+    script = tmp_path / "names.py"
+    script.write_text(
+        "import os, time\n"
+        "names = 'RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NCCL_HOSTID'\n"
+        "print(*(os.environ[name] for name in names), flush=True)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise SystemExit(1)\n"
+        "time.sleep(3600)\n"
+    )
+    words = [*SHARED, 2, script]
+    with harness.start(words, tmp_path / "screen", PORT=harness.free_port()) as job:
+        job.wait_for("0 0 1 machine0")
+        done = job.wait()
+        harness.assert_gone(job.processes, [], harness.LIMIT)
+    assert done.returncode == 1
+    assert {"0 0 1 machine0", "1 0 1 machine1"} <= {*done.stdout.splitlines()}

@@ -214,6 +214,10 @@ def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_pa
 )
 def test_rank_1_alone_cannot_write(trained, two, device, tmp_path, fault):
     """Then no rank has written a checkpoint; training continues."""
+    if device == "cuda":
+        pytest.skip(
+            "the limit on a file's size would stop nccl, too: its shared memory"
+        )
     run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
     run.stop(5, "SIGTERM")
     assert run.steps() == [5, 4]
