@@ -1,9 +1,11 @@
 # README shows `make demo` and `make test`; `make help` lists the other commands.
 
 PYTHON ?= python3
-PY = .venv/bin/python
-INSTALLED = .venv/installed
-SITE_INSTALLED = .venv/site-installed
+# `make test TORCH=2.15` runs the tests with that torch, in an environment of its own.
+VENV = .venv$(addprefix -torch-,$(TORCH))
+PY = $(VENV)/bin/python
+INSTALLED = $(VENV)/installed
+SITE_INSTALLED = $(VENV)/site-installed
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
@@ -15,6 +17,7 @@ help:
 	@echo "make test             run the tests of the stages (ARGS=... is passed to pytest)"
 	@echo "make test ARGS=--all  run also those around the stages, as CI does"
 	@echo "make test ARGS=--release  run all cases of all tests"
+	@echo "make test TORCH=2.11  run them with that version of torch"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
@@ -38,13 +41,13 @@ ifeq ($(origin PY),command line)
 $(INSTALLED) $(SITE_INSTALLED):
 	@$(call is_recent,$(PY))
 else
-# A virtual environment in .venv: made once, and again when the requirements change.
+# A virtual environment: made once, and again when the requirements change.
 $(INSTALLED): requirements.txt requirements-dev.txt
 	@$(call is_recent,$(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check $(TORCH:%='torch==%.*') -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
 $(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
