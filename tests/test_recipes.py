@@ -14,6 +14,7 @@ import re
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from nbtools import harness
 from nbtools.lesson import max_abs_diff
@@ -33,6 +34,8 @@ COMPILED = "torch_compile_fsdp.py"  # compiles C++, half a minute
 RING = "ring_attention.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
+GENERATOR = "weights_to_a_generator.py"  # two trainers beside it: three processes
+NEED = {"parts_not_used_fsdp.py": "2.13"}  # the version of torch
 ONE_PROCESS = {"loader_memory.py"}  # started by python
 DISTRIBUTED = sorted(set(RECIPES) - ONE_PROCESS)
 # Another number of processes changes nothing of what these show, and they take long.
@@ -81,7 +84,9 @@ BREAKS = {
         "ema.update_parameters(model)",
         "ema.update_parameters(model) if dist.get_rank() == 0 else None",
     ),
+    "expert_parallel.py": Break("parameter.grad /= dist.get_world_size()", "pass"),
     "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
+    "fsdp_by_hand.py": Break("% self.ranks)) / self.ranks", "% self.ranks))"),
     "global_mean_std.py": Break("dist.all_reduce(squares)", "pass"),
     "huge_eval_outputs.py": Break(
         "gathered[indices] = rows", "gathered[: len(rows)] = rows"
@@ -97,7 +102,14 @@ BREAKS = {
         "values, sizes = evaluate(shard, device)",
         "values, sizes = evaluate(shard, device, sync_on_compute=False)",
     ),
+    "muon_fsdp.py": Break(
+        "copy.deepcopy(get_state_dict(model, optimizers))",
+        "get_state_dict(model, optimizers)",
+    ),
     "nan_loss.py": Break("if norm.isfinite():", "if loss.isfinite():"),
+    "parts_not_used_fsdp.py": Break(
+        "    model.set_reduce_scatter_unused_params(True)\n", ""
+    ),
     "prefetcher.py": Break("yield wait_for(*before)\n\n", "pass\n\n"),
     "profile_step.py": Break("bucket_cap_mb=bucket_cap_mb", "bucket_cap_mb=25"),
     "rank0_prepares_data.py": Break(
@@ -113,6 +125,7 @@ BREAKS = {
     ),
     "two_networks.py": Break("discriminator.requires_grad_(not freeze)", "pass"),
     "unequal_gpus.py": Break(" * dist.get_world_size() / ", " / "),
+    GENERATOR: Break("broadcast(parameter.data,", "broadcast(parameter.data.clone(),"),
     "weighted_sampler.py": Break(
         "manual_seed(self.seed + self.epoch)", "manual_seed(self.seed + self.rank)"
     ),
@@ -145,6 +158,7 @@ def docstring(recipe):
     question, answer, shown = text.split("\n\n", 2)
     command, *printed = shown.splitlines()
     launcher = "python" if recipe in ONE_PROCESS else f"torchrun {TWO_PROCESSES}"
+    launcher = launcher.replace("2", "3") if recipe == GENERATOR else launcher
     assert command == f"$ {launcher} recipes/{recipe}"
     return question, answer, command.removeprefix("$ "), printed
 
@@ -158,6 +172,8 @@ def run(
     variables: of the environment.
     """
     _, _, command, printed = docstring(recipe)
+    if torch.__version__ < (needed := NEED.get(recipe, "2.11")):
+        pytest.skip(f"this recipe needs torch {needed}")
     command = command.replace("node=2", f"node={processes}")
     if script:
         command = command.replace(f"recipes/{recipe}", str(script))
