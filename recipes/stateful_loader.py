@@ -1,0 +1,117 @@
+"""StatefulDataLoader: how do I resume a stream without reading it again?
+
+Give the data set `state_dict` and `load_state_dict`, and use the DataLoader of torchdata
+(`pip install torchdata`). Its own state has that of the data set in each worker, and
+what the workers have read ahead; each rank saves its own. The numbers of ranks and
+workers must stay as they are. For another number of ranks, save how many samples all
+have taken, and begin the stream there: that is exact if the ranks take turns (without
+workers, which read in batches). resume_stream.py does without torchdata, but reads again
+what was taken. Augmentations draw from generators, whose states are saved as there.
+
+$ torchrun --standalone --nproc-per-node=2 recipes/stateful_loader.py
+0 workers, resumed after 3 batches: the uninterrupted run's batches: True
+2 workers, resumed after 3 batches: the uninterrupted run's batches: True
+one rank more, each loads the state of another rank: every sample once: False
+one rank more, begun at the number of samples taken: every sample once: True
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from torch.utils.data import get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+# ---- the lines to copy ---------------------------------------------------------------
+class Stream(IterableDataset):
+    """Samples `begin` to `end`, of which each reader takes every n-th."""
+
+    def __init__(self, begin, end, rank, world_size):
+        self.begin, self.end = begin, end
+        self.rank, self.world_size = rank, world_size
+        self.taken = 0  # by this reader
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        first = self.begin + self.rank * workers + worker
+        step = self.world_size * workers
+        for number in range(first + self.taken * step, self.end, step):
+            self.taken += 1  # before the yield: the sample is taken
+            yield number
+        self.taken = 0  # the next epoch begins at the beginning
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+# ---- the proof -----------------------------------------------------------------------
+SAMPLES, LOCAL_BATCH, STOP = 120, 4, 3
+
+
+def loader(rank, world_size, workers=0, begin=0):
+    stream = Stream(begin, SAMPLES, rank, world_size)
+    return StatefulDataLoader(stream, batch_size=LOCAL_BATCH, num_workers=workers)
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch.tolist()]
+
+
+def stopped(rank, world_size, workers=0):
+    """Return what a rank reads before it stops, and its loader's state then."""
+    batches = loader(rank, world_size, workers)
+    iterator = iter(batches)
+    taken = numbers(next(iterator) for _ in range(STOP))
+    return taken, batches.state_dict()
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # otherwise every rank also uses GPU 0
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    says = {}
+    for workers in (0, 2):
+        taken, state = stopped(rank, world_size, workers)
+        resumed = loader(rank, world_size, workers)
+        resumed.load_state_dict(state)
+        whole = numbers(loader(rank, world_size, workers))
+        equal = torch.tensor(int(taken + numbers(resumed) == whole), device=device)
+        dist.all_reduce(equal, dist.ReduceOp.MIN)
+        what = (
+            f"{workers} workers, resumed after {STOP} batches: the uninterrupted run's"
+        )
+        says[f"{what} batches"] = bool(equal.item())
+    # The ranks of the run that stopped, and one more: here all on each rank.
+    states = [stopped(each, world_size) for each in range(world_size)]
+    before = [number for taken, _ in states for number in taken]
+    more = world_size + 1
+    loaders = [loader(each, more) for each in range(more)]
+    for each, one in enumerate(loaders):
+        one.load_state_dict(states[each % world_size][1])
+    every = sorted(before + [n for one in loaders for n in numbers(one)])
+    what = "one rank more, each loads the state of another rank: every sample once"
+    says[what] = every == [*range(SAMPLES)]
+    loaders = [loader(each, more, begin=len(before)) for each in range(more)]
+    every = sorted(before + [n for one in loaders for n in numbers(one)])
+    what = "one rank more, begun at the number of samples taken: every sample once"
+    says[what] = every == [*range(SAMPLES)]
+    assert [*says.values()] == [True, True, False, True], says
+    if rank == 0:
+        for what, value in says.items():
+            print(f"{what}: {value}")
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()
