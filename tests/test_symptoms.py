@@ -458,3 +458,23 @@ def test_a_full_disk():
     with pytest.raises(RuntimeError, match=container) as error:
         torch.save(torch.ones(100_000), "/dev/full")
     assert re.search(position.replace("...", r"\d+"), str(error.value))
+
+
+@pytest.mark.usefixtures("group")
+def test_clipping_weights_of_two_meshes():
+    ((see, _, _, _),) = [row for row in rows() if "aten.stack.default" in row[0]]
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    dense, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+    fully_shard(dense, mesh=mesh["a"])
+    fully_shard(expert, mesh=mesh["b"])
+    expert(dense(torch.ones(2, 4))).square().sum().mul(1000).backward()
+    groups = [list(layer.parameters()) for layer in (dense, expert)]
+    with pytest.raises(RuntimeError, match=see.strip("`")):
+        nn.utils.clip_grad_norm_(sum(groups, []), 1.0)
+    gradients = [[weight.grad for weight in group] for group in groups]
+    norms = [nn.utils.get_total_norm(each).full_tensor() for each in gradients]
+    total = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, 1.0, total)
+    clipped = torch.stack([g.full_tensor().norm() for g in sum(gradients, [])])
+    assert total > 1 and abs(clipped.norm() - 1) < 1e-4
