@@ -23,7 +23,8 @@ def order_dealt_to_two(order):
         arrow(axis, (x, -0.4), (x, y + 0.4), colors[rank])
         axis.text(x, y, f"{index}", **text)
     for step, x in enumerate((1.9, 7.4)):
-        axis.text(x, 1.0, f"step {step + 1}", ha="center", size=15, weight="bold")
+        title = f"step {step + 1}: a global batch of 4"
+        axis.text(x, 1.0, title, ha="center", size=15, weight="bold")
     axis.plot([4.63, 4.63], [-3.5, 1.4], color="gray", lw=1, ls="--")
     names = {0: "one process", -1.8: "process 0 of 2", -3.05: "process 1 of 2"}
     for y, name in names.items():

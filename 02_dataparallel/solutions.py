@@ -11,11 +11,6 @@ def without_prefix(state_dict):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-# torch.chunk makes parts of ceil(10 / 8) = 2 images, and after five there is none left.
-images_per_gpu = [2, 2, 2, 2, 2]
-
-
-# ---- exercise 3 ----------------------------------------------------------------------
 # A loss per image, not the part's mean: then the mean of all is that of the batch.
 class WithLoss(nn.Module):
     def __init__(self, model):

@@ -18,7 +18,7 @@ def a_parent_and_its_children():
         arrow(axis, (5.3, y), (6.4, 1), "tab:orange", "<->")
     arrow(axis, (4, 1.6), (4, 0.4), "tab:green", "<->")
     style = {"ha": "center", "va": "center"}
-    axis.text(2, 1, "spawn", **style)
+    axis.text(2.3, 1, "spawn", **style)
     axis.text(3.3, 1, "all-reduce,\nevery step", color="tab:green", **style)
     axis.text(5.2, 1, "rendezvous,\nonce", color="tab:orange", **style)
     plt.show()
@@ -43,8 +43,8 @@ def fork_and_spawn():
     forked = [("main thread", copied), ("no other thread", missing)]
     forked += [("a copy of the memory", copied), ("CUDA: only an error", missing)]
     process(0.2, 2.4, "forked", forked)
-    spawned = [("a new interpreter", new), ("imports the script", new)]
-    spawned += [("function, arguments:", new), ("from a pickle", new)]
+    spawned = [("a new interpreter", new), ("threads of its own", new)]
+    spawned += [("arguments: a pickle", new), ("CUDA of its own", new)]
     process(7.4, 2.4, "spawned", spawned)
     for x, end, text in ((3.8, 2.75, "copy"), (6.2, 7.3, "start")):
         arrow(axis, (x, 2.5), (end, 2.5))

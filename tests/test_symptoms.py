@@ -1,7 +1,8 @@
 """docs/symptoms.md: every row links to a section that shows its words.
 
 The section is in a stage's notebook, in a companion beside it, or on a page in docs/,
-for instance on this page. Words with the mark † are quoted and were not produced here.
+for instance on this page. Words with the mark † are quoted and were not produced here;
+those with the mark ‡ were, on a GPU, by a program that the page names.
 """
 
 import argparse
@@ -10,17 +11,23 @@ import pickle
 import re
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from PIL import Image
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from nbtools import harness
 from tools.stages import ROOT
 
 PAGE = ROOT / "docs/symptoms.md"
+WORDS = "06_slurm/demos/nccl_words.py"
 
 # What readers ask for most, and a pattern of the row that answers it.
 WANTS = {
@@ -172,17 +179,37 @@ def test_a_row_links_to_a_section_that_shows_its_words(file):
 
 
 def test_a_section_of_the_page_names_its_source_or_a_test():
-    marked = {anchor for see, _, file, anchor in rows() if not file and "†" in see}
-    linked = {anchor for _, _, file, anchor in rows() if not file}
+    marks = {}
+    for see, _, file, anchor in rows():
+        if not file:
+            marks[anchor] = marks.get(anchor, set()) | {m for m in "†‡" if m in see}
     there = sections(PAGE)
     inside = "\n".join(there["explained-here"][1])
-    assert linked == {
+    assert set(marks) == {
         slug(heading) for heading in re.findall("^### (.*)", inside, re.M)
     }
-    for anchor in linked:
+    for anchor, found in marks.items():
         text = "\n".join(there[anchor][1])
-        assert (anchor in marked) == ("Not produced here" in text)
-        assert ("(../tests/" in text) == (anchor not in marked)
+        assert ("†" in found) == ("Not produced here" in text), anchor
+        assert ("‡" in found) == ("Seen on a GPU" in text), anchor
+        assert ("‡" in found) == (f"](../{WORDS})" in text), anchor
+        assert found or "(../tests/" in text, anchor
+
+
+def test_the_program_that_speaks_on_a_gpu_has_what_the_page_names():
+    kinds = re.findall(r"^def (\w+)\(\):", (ROOT / WORDS).read_text(), re.M)
+    named = re.findall(
+        r"nccl_words.py\)? ?`?(\w+)`", " ".join(PAGE.read_text().split())
+    )
+    assert len(named) >= 5 and set(named) <= set(kinds)
+
+
+def test_models_of_different_sizes():
+    """The one thing that this program says on CPUs, too."""
+    command = f"torchrun --standalone --nproc-per-node=2 {WORDS} other_models"
+    done = harness.run(command, code=1, forks=True)
+    ((see, *_),) = [row for row in rows() if "appears not to match" in row[0]]
+    assert re.findall(r"`([^`]+)`", see)[0] in done.stderr
 
 
 class CalledTwice(nn.Module):
@@ -309,3 +336,145 @@ def test_what_dcp_load_says(tmp_path):
     for size, said in ((path.stat().st_size - 1, unreadable), (0, "EOFError")):
         os.truncate(path, size)
         load(make(4, 2), folder, said)
+
+
+def two_steps(model, optimizer):
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed(folder, model, optimizer):
+    """Load both from a checkpoint of `both`, as the documentation of DCP says."""
+    weights, state = get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": state}
+    dcp.load(both, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=both["model"],
+        optim_state_dict=both["optimizer"],
+    )
+
+
+def saved(folder, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_optimizers_state_is_not_loaded_beside_gradients(tmp_path, gradients):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    before, after = make(), make()
+    two_steps(*before)
+    saved(tmp_path, *before)
+    model, optimizer = after
+    model(torch.ones(1, 4)).sum().backward()  # a warm-up
+    if not gradients:
+        optimizer.zero_grad()
+    resumed(tmp_path, model, optimizer)
+    assert len(optimizer.state) == (0 if gradients else 4)
+    for old, new in zip(before[0].parameters(), model.parameters(), strict=True):
+        assert new.full_tensor().equal(old.full_tensor())
+
+
+@pytest.mark.usefixtures("group")
+def test_what_a_model_lacks_is_ignored(tmp_path):
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    larger, smaller = nn.Sequential(*layers), nn.Sequential(nn.Linear(4, 4))
+    dcp.save({"model": larger.state_dict()}, checkpoint_id=tmp_path)
+    dcp.load({"model": smaller.state_dict()}, checkpoint_id=tmp_path)
+    assert smaller[0].weight.equal(larger[0].weight)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_parameter_group_without_parameters(tmp_path):
+    ((see, *_),) = [row for row in rows() if "betas" in row[0]]
+    assert "`KeyError: 'betas'`" in see
+    model = nn.Linear(4, 4)
+    groups = [{"params": [], "lr": 1e-5}, {"params": list(model.parameters())}]
+    optimizer = torch.optim.AdamW(groups)
+    two_steps(model, optimizer)
+    saved(tmp_path, model, optimizer)
+    resumed(tmp_path, model, optimizer)
+    with pytest.raises(KeyError, match="betas"):
+        two_steps(model, optimizer)
+
+
+def reduce_metrics(rank, folder):
+    """Average a dict of metrics, as a script does that forgets what the other has."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    metrics = [{"mask": 10.0, "kpt": 100.0}, {"kpt": 200.0, "text": 5.0}][rank]
+    means = {}
+    for name, value in metrics.items():
+        total = torch.tensor(value)
+        dist.all_reduce(total)
+        means[name] = total.item() / 2
+    dist.destroy_process_group()
+    if rank == 0:
+        assert means == {"mask": 105, "kpt": 52.5}
+
+
+def test_metrics_whose_keys_differ_by_rank(tmp_path):
+    harness.call_in_forks(reduce_metrics, [(0, tmp_path), (1, tmp_path)])
+    text = "\n".join(sections(PAGE)["metrics-whose-keys-differ-by-rank"][1])
+    assert "105" in text and "52.5" in text
+
+
+def test_images_of_16_bits_and_damaged_ones(tmp_path):
+    ((see, *_),) = [row for row in rows() if "image file is truncated" in row[0]]
+    truncated, unknown = re.findall(r"`([^`]+)`", see)
+    ramp = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    for name in ("ramp.tif", "ramp.png"):
+        Image.fromarray(ramp).save(tmp_path / name)
+        red = np.asarray(Image.open(tmp_path / name).convert("RGB"))[..., 0]
+        assert f"{(red == 255).mean():.1%}" == "99.6%"
+        scaled = (np.asarray(Image.open(tmp_path / name)) / 257).round()
+        assert scaled.max() == 255 and (scaled == 255).mean() < 0.01
+    unit = Image.fromarray((ramp / 65535).astype(np.float32))
+    assert np.asarray(unit.convert("RGB")).max() <= 1
+
+    photo = tmp_path / "photo.jpg"
+    noise = np.random.default_rng(0).integers(256, size=(256, 256, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(photo)
+    os.truncate(photo, photo.stat().st_size // 2)
+    with pytest.raises(OSError, match=truncated):
+        Image.open(photo).load()
+    photo.write_bytes(b"not an image")
+    with pytest.raises(OSError, match=unknown):
+        Image.open(photo)
+
+
+def test_a_full_disk():
+    ((see, *_),) = [row for row in rows() if "unexpected pos" in row[0]]
+    container, position, _ = re.findall(r"`([^`]+)`", see)
+    with pytest.raises(RuntimeError, match=container) as error:
+        torch.save(torch.ones(100_000), "/dev/full")
+    assert re.search(position.replace("...", r"\d+"), str(error.value))
+
+
+@pytest.mark.usefixtures("group")
+def test_clipping_weights_of_two_meshes():
+    ((see, _, _, _),) = [row for row in rows() if "aten.stack.default" in row[0]]
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    dense, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+    fully_shard(dense, mesh=mesh["a"])
+    fully_shard(expert, mesh=mesh["b"])
+    expert(dense(torch.ones(2, 4))).square().sum().mul(1000).backward()
+    groups = [list(layer.parameters()) for layer in (dense, expert)]
+    with pytest.raises(RuntimeError, match=see.strip("`")):
+        nn.utils.clip_grad_norm_(sum(groups, []), 1.0)
+    gradients = [[weight.grad for weight in group] for group in groups]
+    norms = [nn.utils.get_total_norm(each).full_tensor() for each in gradients]
+    total = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, 1.0, total)
+    clipped = torch.stack([g.full_tensor().norm() for g in sum(gradients, [])])
+    assert total > 1 and abs(clipped.norm() - 1) < 1e-4
