@@ -3,14 +3,18 @@
 The reentrant kind of torch.utils.checkpoint starts a backward pass inside the backward
 pass. By then, DDP with find_unused_parameters=True has already marked the blocks'
 parameters as unused and ready. With use_reentrant=False there is no error, and a block
-keeps only its input for backward, at the price of a second forward pass.
+keeps only its input for backward, at the price of a second forward pass. Selective
+checkpointing also keeps the results of the matrix products, which take the most time,
+and computes only what is cheap again.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
 without activation checkpointing: 152 KiB kept for backward, gradients as in one process
 use_reentrant=False: 24 KiB kept for backward, gradients as in one process
+matrix products of a step: 26 without, 30 with it, 26 if it is selective
 use_reentrant=True: Expected to mark a variable ready only once.
 """
 
+import functools
 import gc
 import os
 
@@ -18,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 # ---- the lines to copy ---------------------------------------------------------------
@@ -26,6 +33,23 @@ def through_blocks(blocks, x, use_reentrant=False):
     """Keep only each block's input for backward, which computes the rest again."""
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=use_reentrant)
+    return x
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def keep_products(_context, operation, *_args, **_kwargs):
+    """Say what selective checkpointing keeps: of attention, add its operations."""
+    if operation in PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def through_blocks_selectively(blocks, x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     return x
 
 
@@ -39,15 +63,27 @@ class Net(nn.Module):
         self.first = nn.Linear(64, 64)
         wide = [(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4)]
         self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
-        self.options = options  # of through_blocks(); none: do not checkpoint
+        self.options = options  # "selective", or of through_blocks(), or none
 
     def forward(self, x):
         x = self.first(x)
+        if self.options.get("selective"):
+            return through_blocks_selectively(self.blocks, x)
         if self.options:
             return through_blocks(self.blocks, x, **self.options)
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.number += operation in PRODUCTS
+        return operation(*args, **(kwargs or {}))
 
 
 def log(text):
@@ -95,6 +131,17 @@ def main():
         assert kept == (24 if options else 152)
         name = "use_reentrant=False" if options else "without activation checkpointing"
         log(f"{name}: {kept} KiB kept for backward, gradients as in one process")
+    numbers = []
+    for options in ({}, {"use_reentrant": False}, {"selective": True}):
+        net = Net(**options)
+        with Products() as counter:
+            backward(net, samples)
+        numbers.append(counter.number)
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+    assert numbers[0] == numbers[2] < numbers[1]
+    words = "matrix products of a step: {} without, {} with it, {} if it is selective"
+    log(words.format(*numbers))
     net = Net(use_reentrant=True)
     try:
         backward(DistributedDataParallel(net, find_unused_parameters=True), own)
