@@ -1,4 +1,4 @@
-"""The pipeline of 14_tensor_parallel/pipeline_parallel.ipynb, and what goes wrong."""
+"""A pipeline trains as one process does, and its mistakes do what stage 14 says."""
 
 import itertools
 import re

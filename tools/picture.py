@@ -1,4 +1,4 @@
-"""The pictures of docs/, which `make pages` draws.
+"""`make pages`: the pictures of docs/.
 
 Each is a PNG that also stores a text, the source of what draws it, so that a test can
 see whether the picture is stale.

@@ -1,7 +1,4 @@
-"""The picture of docs/what_can_be_split.md: a small transformer, cut in seven ways.
-
-`make pages` draws it.
-"""
+"""`make pages`: the picture of docs/what_can_be_split.md, a model cut in seven ways."""
 
 import matplotlib.pyplot as plt
 
