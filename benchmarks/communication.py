@@ -1,4 +1,4 @@
-"""What does a step of several processes wait for: the bytes, or one another?
+"""README's *What two processes lose*: does a step wait for bytes, or for the other?
 
 torchrun --standalone --nproc-per-node=2 -m benchmarks.communication
 """

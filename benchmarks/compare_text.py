@@ -1,4 +1,4 @@
-"""The language models on one work: what do FSDP2 and tensor parallelism cost?
+"""README's table of language models: what do FSDP2 and tensor parallelism cost?
 
 python -m benchmarks.compare_text
 python -m benchmarks.compare_text --width 2048 --depth 24 --heads 16 \

@@ -1,4 +1,4 @@
-"""How many images per second does one core prepare for training?
+"""README's table of the input path: how many images does a core prepare per second?
 
 python -m benchmarks.input_path [--images 20000]
 

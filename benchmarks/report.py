@@ -1,4 +1,4 @@
-"""The tables that the programs of this folder print."""
+"""Prints the tables of the benchmarks, as their README shows them."""
 
 from tools.stages import features
 from tools.stages import registry

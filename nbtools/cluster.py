@@ -1,4 +1,7 @@
-"""A Slurm cluster for the notebooks: tools/local_slurm.sh, and commands sent to it."""
+"""A Slurm cluster on this machine: tools/local_slurm.sh, and commands sent to it.
+
+The tests use the three functions that come first, and the notebooks all others.
+"""
 
 import os
 import re
@@ -15,6 +18,28 @@ NO_CLUSTER = "(no cluster here: not run)"
 running = False
 
 
+# ---- for any cluster -----------------------------------------------------------------
+def variables(folder):
+    """Return what lets Slurm's commands find the cluster whose folder this is.
+
+    The `python` of its jobs is this one.
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": path}
+
+
+def script(what, code=None, **variables):
+    """Call local_slurm.sh; return its Done, of any exit code unless one is given."""
+    return harness.run(["bash", SCRIPT, what], code=code, **variables)
+
+
+def show(job, **variables):
+    """Return what Slurm says of a job, as a dict."""
+    text = harness.run(["scontrol", "show", "job", job], **variables).stdout
+    return dict(re.findall(r"(\w+)=(\S+)", text))
+
+
+# ---- for the notebooks ---------------------------------------------------------------
 def start(tracking=None):
     """Start the cluster, unless it is running, and let Slurm's commands find it.
 
@@ -28,11 +53,9 @@ def start(tracking=None):
     """
     global running
     folder = Path(os.environ.get("LOCAL_CLUSTER", "/run/local_cluster"))
-    os.environ["SLURM_CONF"] = f"{folder}/slurm.conf"
+    os.environ |= variables(folder)
     # Otherwise sbatch has them written to the folder in which it runs, the repository.
     os.environ["SBATCH_OUTPUT"] = f"{lesson.work}/slurm-%j.out"
-    # The `python` of the jobs is this one.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     owner = folder / "started_by"
     if owner.exists() and not psutil.pid_exists(int(owner.read_text())):
         script("stop")  # another notebook's, which has just ended
@@ -51,11 +74,6 @@ def start(tracking=None):
         running = f"proctrack/{tracking}\n" in (folder / "slurm.conf").read_text()
         if not running:
             print(f"(no cluster with proctrack/{tracking} here: not run)")
-
-
-def script(what):
-    """Call local_slurm.sh; return what it ended with, whatever that is."""
-    return harness.run(["bash", SCRIPT, what], code=None)
 
 
 def run(command, sort=False, errors=None, quiet=False, **options):
@@ -85,8 +103,7 @@ def submit(command):
 
 def state(job):
     """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
-    shown = harness.run(["scontrol", "show", "job", job]).stdout
-    return shown.partition("JobState=")[2].split()[0]
+    return show(job)["JobState"]
 
 
 def wait(until, seconds=harness.LIMIT):

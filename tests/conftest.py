@@ -1,4 +1,4 @@
-"""Options, the order of the tests, and fixtures that several files use."""
+"""Serves pytest: its options, the order of the tests, fixtures of several files."""
 
 import collections
 import os

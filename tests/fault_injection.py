@@ -1,5 +1,6 @@
-"""What a forked process does to itself before it runs a script: a `prepare` of
-nbtools/harness.py.
+"""The faults of the tests: what a forked process does to itself before its script.
+
+Each is a `prepare` of nbtools/harness.py.
 
 Faults come in through hooks that torch and Python offer to everybody: an optimizer
 step, a forward pass, or an audit event, such as that a file is opened, renamed or

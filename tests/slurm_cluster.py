@@ -1,6 +1,6 @@
 """A Slurm cluster for the tests, and its jobs: what tests/test_slurm.py asks of them.
 
-    Cluster     tools/local_slurm.sh, with a folder and ports of its own
+    Cluster     that of nbtools/cluster.py, with a folder and ports of its own
     SlurmJob    a submitted job: its state, its log, its ranks, and signals to them
 
 Slurm answers slowly on a busy machine. So what waits here waits for a job's state or
@@ -8,13 +8,11 @@ its log, with the generous limit of nbtools/harness.py.
 """
 
 import contextlib
-import os
-import re
-import sys
 from pathlib import Path
 
 import psutil
 
+from nbtools import cluster
 from nbtools import harness
 from nbtools.harness import assert_gone
 from nbtools.harness import in_mask
@@ -58,8 +56,7 @@ class Cluster:
             "LOCAL_CLUSTER_PORT": self.port,
             "LOCAL_CLUSTER_PROCTRACK": tracking,
             "LOCAL_CLUSTER_FIRST_JOB": TRACKING[tracking],
-            "SLURM_CONF": f"{folder}/slurm.conf",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **cluster.variables(folder),
         }
 
     def call(self, *words, code=0, cwd=ROOT, **variables):
@@ -69,8 +66,7 @@ class Cluster:
 
     def script(self, what, code=0):
         """Run tools/local_slurm.sh; return its Done."""
-        words = ["bash", "tools/local_slurm.sh", what]
-        return harness.run(words, code=code, **self.variables)
+        return cluster.script(what, code, **self.variables)
 
     def members(self):
         """Return the processes that hold one of the cluster's files open."""
@@ -124,8 +120,7 @@ class SlurmJob:
 
     def show(self):
         """Return what Slurm says of it, as a dict."""
-        text = self.cluster.call("scontrol", "show", "job", self.number)
-        return dict(re.findall(r"(\w+)=(\S+)", text))
+        return cluster.show(self.number, **self.cluster.variables)
 
     def log(self):
         """Return what it has printed."""

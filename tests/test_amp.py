@@ -1,4 +1,4 @@
-"""Mixed precision: loss scaling, clipping, and gradients that are not finite."""
+"""Mixed precision learns, clips unscaled gradients, and skips those not finite."""
 
 import functools
 import itertools

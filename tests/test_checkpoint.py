@@ -1,4 +1,4 @@
-"""common/checkpoint.py alone: what it saves, finds, refuses and removes."""
+"""common/checkpoint.py loads what it saved, and nothing damaged or incomplete."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The parts that all stages share: flags, meters, model, schedule, loader, files.
+"""Each module of common/ does what its docstrings say, and works if copied alone.
 
 test_data.py has the sets of images, test_gpt.py the language model and its text.
 """

@@ -1,4 +1,4 @@
-"""docs/containers.md: its Dockerfile, its manifests, and how its command starts.
+"""docs/containers.md is true: its files are valid, and its command starts and stops.
 
 The pods are the two network namespaces of tools/two_machines.sh. Each runs the command
 of job.yaml; the script and the number of processes are replaced by what a CPU can do.

@@ -1,4 +1,4 @@
-"""The data sets, in torchvision's own file formats, read by its own classes."""
+"""The data sets are read as torchvision reads them, and refused if they are damaged."""
 
 import contextlib
 import gzip

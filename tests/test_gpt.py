@@ -1,4 +1,4 @@
-"""Language models: the text, the model, what it samples, and that it learns."""
+"""The language model is its formulas, sees no later byte, and learns from the text."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""What the notebooks use: commands that are shown and run, and comparisons."""
+"""nbtools shows a command as it runs it, and fails when the command fails."""
 
 import psutil
 import pytest

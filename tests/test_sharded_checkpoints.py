@@ -1,4 +1,4 @@
-"""Stage 13: what is written in shards, killed, damaged, and read by other processes.
+"""Stage 13: no kill, no damage and no full disk makes it load a wrong checkpoint.
 
 That the stage trains the same weights, resumes on any number of processes and stops at
 a signal is shown in the tests that do so for every stage; common/checkpoint.py is the

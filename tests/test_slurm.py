@@ -1,4 +1,4 @@
-"""The stages' job files on a real Slurm, and the local cluster itself."""
+"""The job files train, stop, resume and fail as the notebooks say, on a real Slurm."""
 
 import os
 import re

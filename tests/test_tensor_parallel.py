@@ -1,4 +1,4 @@
-"""--tensor-parallel: the processes of a row share each layer's work on their samples.
+"""--tensor-parallel: any mesh trains, stops and resumes with one process's weights.
 
 That the stage does what every stage does, without the flag, is shown in the tests of
 all stages.

@@ -1,4 +1,4 @@
-"""The tools for contributors, and the pages that they write."""
+"""The commands of `make` do what they say, and the pages they write are not stale."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Two machines, made of this one: tools/two_machines.sh."""
+"""tools/two_machines.sh makes two machines of this one, and leaves nothing behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How often a step makes Python wait for the device, and the counter that shows it."""
+"""A step makes Python wait for the device in fp16 alone; the counter sees each wait."""
 
 import functools
 import json

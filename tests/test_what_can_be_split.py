@@ -1,4 +1,4 @@
-"""docs/what_can_be_split.md: what a step sends, what a rank keeps, and its table.
+"""docs/what_can_be_split.md is true: what a step sends, what a rank keeps.
 
 tests/test_pages.py runs the page's command.
 """

@@ -1,4 +1,4 @@
-"""Train every stage on the default data set and compare them in one table.
+"""`make demo`: train every stage on the default data, compare them in one table.
 
 python -m tools.demo [STAGE ...]
 

@@ -1,4 +1,4 @@
-"""Show what stages change: the diff of their scripts against those they build on.
+"""`make diff`: what stages change, as a diff against those they build on.
 
 python -m tools.diff [--from NN] [NN ...]
 """

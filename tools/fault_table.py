@@ -1,7 +1,4 @@
-"""The page docs/faults.md: what can go wrong, from the marks `fault` of the tests.
-
-`make pages` writes it.
-"""
+"""`make pages`: docs/faults.md, what can go wrong, from the marks `fault` of tests."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""Run on a GPU what the CPU cannot show, in parts of at most ten minutes each.
+"""`make gpu`: run there what a CPU cannot show, in parts of at most ten minutes.
 
 python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
 

@@ -1,4 +1,4 @@
-"""Run the notebooks and store them with their outputs, without timestamps.
+"""`make notebooks`: run them and store their outputs, without timestamps.
 
 python -m tools.notebooks [NOTEBOOK ...]
 """

@@ -1,4 +1,4 @@
-"""Write what follows from stages.toml and the tests' marks.
+"""`make pages`: write what follows from stages.toml and the tests' marks.
 
 These are the lists of stages in README.md and README.zh-CN.md, docs/faults.md, and the
 pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is stale.

@@ -1,4 +1,4 @@
-"""The pictures of docs/, which `make pages` draws.
+"""`make pages`: the pictures of docs/.
 
 Each is a PNG that also stores a text, the source of what draws it, so that a test can
 see whether the picture is stale.
@@ -22,7 +22,7 @@ FIGURE = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus
 # a picture: the function that draws it, and the function or module that has its source
 PICTURES = {
     ROOT / "docs/ddp_step.png": (FIGURE, FIGURE),
-    ROOT / "docs/what_can_be_split.png": (splits.six_ways, splits),
+    ROOT / "docs/what_can_be_split.png": (splits.seven_ways, splits),
 }
 
 

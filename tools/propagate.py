@@ -1,4 +1,4 @@
-"""Carry an edit of one stage's script to the stages that build on it.
+"""`make propagate`: carry an edit of a stage's script to those that build on it.
 
 For each stage that differs from the last commit, `git merge-file` merges that
 difference into each stage that builds on it, and so on. Where there is a conflict, it

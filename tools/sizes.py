@@ -1,4 +1,4 @@
-"""Print how long scripts, notebooks, pages and recipes are; `make sizes` calls it.
+"""`make sizes`: print how long scripts, notebooks, pages and recipes are.
 
 Lines are all lines of a file. A stage adds and removes lines of the script that it
 builds on, as `make diff` shows. The words of a notebook are those of its text cells.

@@ -1,4 +1,4 @@
-"""The stages, as stages.toml lists them: their order, features and commands."""
+"""The stages, as stages.toml lists them, for tools and tests: their order, features."""
 
 import dataclasses
 import functools

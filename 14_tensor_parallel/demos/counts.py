@@ -46,6 +46,7 @@ def load_stage():
     return module
 
 
+# ---- sequence parallelism ------------------------------------------------------------
 def split_sequence(model, mesh):
     """Do what split_layers does; between the layers, each rank has some tokens only."""
     some_tokens = {"output_layouts": Shard(1), "use_local_output": False}
@@ -65,6 +66,7 @@ def split_sequence(model, mesh):
     parallelize_module(model, mesh, plan)
 
 
+# ---- what is counted -----------------------------------------------------------------
 def make(dp, tp, sequence):
     """Return a GPT, split as the stage's script does on a mesh, and its optimizer."""
     stage = load_stage()
@@ -170,6 +172,13 @@ def main():
             name = f"{dp} x {tp}{', sequence' * sequence}"
             cells = "".join(f"{number:15}" for number in calls)
             tell(f"{name:18}{cells}", *(f"{size:11,.0f}" for size in sizes))
+
+
+def read(printed):
+    """Return what `main` printed, {mesh: bytes that a rank sends, holds and keeps}."""
+    rows = printed.splitlines()[3:]
+    sizes = {row[:18].strip(): row.replace(",", "").split()[-3:] for row in rows}
+    return {name: [int(size) for size in of_mesh] for name, of_mesh in sizes.items()}
 
 
 if __name__ == "__main__":

@@ -1,167 +1,215 @@
-"""Print when the processes of a pipeline work, and when they wait.
+"""Print in which order the processes of a pipeline work, and how long they wait.
 
 torchrun --standalone --nproc-per-node=4 14_tensor_parallel/demos/pipeline_bubble.py
 """
 
 # torch's own schedules run a model that does nothing, and each process records the
-# order of its passes. From the orders follows when each pass can begin, if all passes
-# take equally long. With --milliseconds each pass sleeps so long, and the clock
-# measures the bubble, too.
+# order of its passes. From the orders follows when each pass can begin, if a backward
+# pass takes twice as long as a forward pass.
 
 import argparse
 import os
-import time
 from collections import deque
 from fractions import Fraction
 
 import torch
 import torch.distributed as dist
-from pipeline import SCHEDULES
 from pipeline import ArgumentParser
-from pipeline import RecordedStage
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from common import launch
 from common.args import fail
-from common.args import number
 from common.args import positive_int
 
-NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}  # as the papers write them
-IDLE = "."
-COLORS = {"F": "tab:blue", "B": "tab:red", IDLE: "white"}
-LINES = ("black", "tab:green")  # of two schedules
+# {name: the schedule, parts of the model on each process}
+SCHEDULES = {
+    "GPipe": (ScheduleGPipe, 1),
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
+}
+LENGTHS = {"F": 2, "B": 4}  # slots of a pass through all blocks of a process
 
 
 # ---- when a pass can begin -----------------------------------------------------------
-def needed(rank, each, last):
+# A pass is named F2 or B2, forward or backward of micro-batch 2, through the first part
+# of the model that a process has. Through its second part it is f2 or b2.
+def parts_of(orders):
+    """Return how many parts of the model each process has, 1 or 2."""
+    return 2 if any(each[0].islower() for order in orders for each in order) else 1
+
+
+def needed(rank, each, ranks, parts):
     """Return the pass that has to be done before one can begin: (rank, name), or None.
 
-    The input of a forward pass comes from the process before, and the gradient of a
-    backward pass from the process after. The first and the last have their own.
+    The input of a forward pass comes from the part before, and the gradient of a
+    backward pass from the part after, which are on the neighbors of a process. The
+    first part reads the batch, and the last computes the loss.
     """
-    if each[0] == "F":
-        return (rank - 1, each) if rank > 0 else None
-    return (rank + 1, each) if rank < last else None
+    part = rank + ranks * each[0].islower()
+    part += -1 if each[0] in "Ff" else 1
+    if not 0 <= part < ranks * parts:
+        return None
+    kind = each[0].upper() if part < ranks else each[0].lower()
+    return part % ranks, kind + each[1:]
 
 
 def timeline(orders):
-    """Return what each process does in each slot: the name of a pass, or IDLE.
+    """Return (name, begin, end) of each pass of each process, in order and in slots.
 
     orders: of each process, the names of its passes in order, such as ["F0", "B0"].
     Raises ValueError if two processes would wait for each other.
     """
+    parts, ranks = parts_of(orders), len(orders)
     waiting = [deque(order) for order in orders]
-    last = len(orders) - 1
-    done = {None}
-    slots = [[] for _ in orders]
+    rows = [[] for _ in orders]
+    ends = {None: 0}
     while any(waiting):
-        now = set()
+        before = len(ends)
         for rank, passes in enumerate(waiting):
-            begins = passes and needed(rank, passes[0], last) in done
-            slots[rank].append(passes.popleft() if begins else IDLE)
-            if begins:
-                now.add((rank, slots[rank][-1]))
-        if not now:
+            while passes and (first := needed(rank, passes[0], ranks, parts)) in ends:
+                each = passes.popleft()
+                free = rows[rank][-1][2] if rows[rank] else 0
+                begin = max(free, ends[first])
+                end = begin + LENGTHS[each[0].upper()] // parts
+                rows[rank].append((each, begin, end))
+                ends[rank, each] = end
+        if len(ends) == before:
             raise ValueError(f"each process waits for another: {orders}")
-        done |= now
-    return slots
+    return rows
 
 
-def bubble(slots):
-    """Return the share of the slots in which a process waits, as a Fraction."""
-    idle = sum(row.count(IDLE) for row in slots)
-    return Fraction(idle, sum(len(row) for row in slots))
+def bubble(rows):
+    """Return the share of the time in which a process waits, as a Fraction."""
+    length = max(row[-1][2] for row in rows)
+    work = sum(end - begin for row in rows for _, begin, end in row)
+    return 1 - Fraction(work, length * len(rows))
 
 
-def held(row):
-    """Return how many micro-batches a process holds in each slot of its row."""
-    counts, now = [], 0
-    for each in row:
-        now += each[0] == "F"
-        counts.append(now)  # a backward pass still needs what it frees at its end
-        now -= each[0] == "B"
+def held(row, parts=1):
+    """Return {slot: micro-batches that a process holds from then on}.
+
+    A micro-batch is held from the beginning of its forward pass to the end of its
+    backward pass; in one of two parts it counts half.
+    """
+    changes = {}
+    for each, begin, end in row:
+        forward = each[0] in "Ff"
+        slot, change = (begin, 1) if forward else (end, -1)
+        changes[slot] = changes.get(slot, 0) + Fraction(change, parts)
+    now, counts = Fraction(0), {}
+    for slot in sorted(changes):
+        now += changes[slot]
+        counts[slot] = now
     return counts
 
 
 # ---- the order, recorded -------------------------------------------------------------
-class Wait(torch.autograd.Function):
-    """Returns its input after some seconds, in the forward and the backward pass."""
+class RecordedStage(PipelineStage):
+    """Has a list to which it appends the names of its passes, as described above."""
 
-    @staticmethod
-    def forward(context, x, seconds):
-        context.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
+    def __init__(self, number, stages, passes):
+        super().__init__(NoPart(), number, stages, torch.device("cpu"))
+        self.passes = passes
+        self.kinds = "FB" if number < dist.get_world_size() else "fb"
 
-    @staticmethod
-    def backward(context, gradient):
-        time.sleep(context.seconds)
-        return gradient, None
+    def forward_one_chunk(self, number, *args, **kwargs):
+        self.passes.append(f"{self.kinds[0]}{number}")
+        return super().forward_one_chunk(number, *args, **kwargs)
+
+    def backward_one_chunk(self, number, *args, **kwargs):
+        self.passes.append(f"{self.kinds[1]}{number}")
+        super().backward_one_chunk(number, *args, **kwargs)
 
 
-class WaitingPart(nn.Module):
-    """A part of a model that only waits."""
+class NoPart(nn.Module):
+    """A part of a model that computes almost nothing."""
 
-    def __init__(self, seconds):
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.seconds = seconds
 
     def forward(self, x):
-        return Wait.apply(self.weight * x, self.seconds)
+        return self.weight * x
 
 
-def record(name, micro_batches, seconds=0.0):
-    """Run a step; return the passes of this process, and the seconds that it took."""
+def record(name, micro_batches):
+    """Run a step with a schedule; return the passes of this process, in order."""
+    kind, parts = SCHEDULES[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    stage = RecordedStage(WaitingPart(seconds), rank, ranks, torch.device("cpu"))
-    schedule = SCHEDULES[name](stage, micro_batches, loss_fn=nn.functional.mse_loss)
+    passes = []
+    stages = [
+        RecordedStage(rank + part * ranks, parts * ranks, passes)
+        for part in range(parts)
+    ]
+    made = stages if parts > 1 else stages[0]
+    schedule = kind(made, micro_batches, loss_fn=nn.functional.mse_loss)
     x = torch.ones(micro_batches, 1)
-    for _ in range(2):  # the first step also runs a pass that finds the shapes
-        stage.passes.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        schedule.step(x, target=x)  # a process in the middle uses neither
-        dist.barrier()
-    return stage.passes, time.perf_counter() - start
+    schedule.step(x, target=x)  # a process in the middle uses neither
+    return passes
 
 
 # ---- the picture ---------------------------------------------------------------------
-def draw(timelines):
-    """Draw the timelines of two schedules, and what the first process holds.
+COLORS = {"F": "tab:green", "B": "tab:orange"}  # of activations, and of gradients
+LINES = ("black", "tab:gray", "tab:red")  # of the schedules
 
-    timelines: {title: what `timeline` returns}
+
+def draw(orders):
+    """Draw when the passes of each schedule begin and end, and what process 0 holds.
+
+    orders: {name of a schedule: what each process recorded}
     """
     from matplotlib import pyplot as plt  # slow to import, and only for a notebook
 
-    length = max(len(rows[0]) for rows in timelines.values())
+    rows = {name: timeline(of_ranks) for name, of_ranks in orders.items()}
+    length = max(row[-1][2] for of_ranks in rows.values() for row in of_ranks)
     _, axes = plt.subplots(
-        len(timelines) + 1,
-        figsize=(11, 6.6),
+        len(rows) + 1,
+        figsize=(11, 9.4),
         sharex=True,
-        height_ratios=[len(rows) for rows in timelines.values()] + [3],
+        height_ratios=[len(of_ranks) for of_ranks in rows.values()] + [3.5],
     )
-    for axis, (title, rows) in zip(axes, timelines.items(), strict=False):
-        for rank, row in enumerate(rows):
-            for slot, each in enumerate(row):
-                style = {"facecolor": COLORS[each[0]], "edgecolor": "gray"}
-                style |= {"hatch": "///"} if each == IDLE else {}
-                axis.add_patch(plt.Rectangle((slot, rank), 1, 1, alpha=0.45, **style))
-                text = "" if each == IDLE else each
-                axis.text(slot + 0.5, rank + 0.5, text, ha="center", va="center")
-        names = [f"process {rank}" for rank in range(len(rows))]
-        axis.set_yticks([rank + 0.5 for rank in range(len(rows))], names)
-        axis.set(xlim=(0, length), ylim=(len(rows), 0), xticks=range(length + 1))
-        axis.set_title(title.partition(", (p-1)")[0], loc="left", weight="bold")
-    most = 0
-    for (title, rows), color in zip(timelines.items(), LINES, strict=True):
-        counts = held(rows[0])
-        most = max(most, *counts)
-        axes[-1].stairs(counts, label=title.partition(":")[0], color=color, lw=2)
+    for axis, (name, of_ranks) in zip(axes, rows.items(), strict=False):
+        end = max(row[-1][2] for row in of_ranks)
+        idle = {"facecolor": "white", "edgecolor": "0.75", "hatch": "///", "lw": 0}
+        axis.add_patch(plt.Rectangle((0, 0), end, len(of_ranks), **idle))
+        for rank, row in enumerate(of_ranks):
+            for each, begin, stop in row:
+                place = ((begin, rank), stop - begin, 1)
+                alpha = 0.35 if each[0].isupper() else 0.75
+                axis.add_patch(plt.Rectangle(*place, facecolor="white"))
+                style = {"facecolor": COLORS[each[0].upper()], "alpha": alpha}
+                axis.add_patch(plt.Rectangle(*place, edgecolor="0.3", lw=0.6, **style))
+                middle = (begin + stop) / 2, rank + 0.5
+                axis.text(*middle, each[1:], ha="center", va="center", size=10)
+        numbers = [f"process {rank}" for rank in range(len(of_ranks))]
+        axis.set_yticks([rank + 0.5 for rank in range(len(of_ranks))], numbers, size=11)
+        axis.set(xlim=(0, length), ylim=(len(of_ranks), 0), xticks=[])
+        title = f"{name}: bubble {bubble(of_ranks)}"
+        axis.set_title(title, loc="left", weight="bold", size=12)
+    for (name, of_ranks), color in zip(rows.items(), LINES, strict=True):
+        counts = held(of_ranks[0], parts_of(orders[name]))
+        slots, numbers = [*counts], [float(count) for count in counts.values()]
+        axes[-1].step(slots, numbers, where="post", label=name, color=color, lw=2)
     title = "micro-batches in flight on process 0"
-    axes[-1].set_title(title, loc="left", weight="bold")
-    axes[-1].set(xlabel="slot", ylim=(0, most + 0.5), yticks=range(0, most + 1, 2))
-    axes[-1].legend(frameon=False, loc="upper right")
+    axes[-1].set_title(title, loc="left", weight="bold", size=12)
+    axes[-1].set(ylim=(0, None))
+    axes[-1].set_xlabel("time", size=11)
+    axes[-1].tick_params(axis="y", labelsize=11)
+    axes[-1].legend(frameon=False, loc="upper right", fontsize=11)
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["F"], alpha=0.35),
+        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["B"], alpha=0.35),
+        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["F"], alpha=0.75),
+        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["B"], alpha=0.75),
+        plt.Rectangle((0, 0), 1, 1, **idle),
+    ]
+    kinds = ["forward", "backward", "forward, second part", "backward, second part"]
+    style = {"frameon": False, "fontsize": 11, "ncols": 5, "loc": "lower center"}
+    axes[0].legend(handles, [*kinds, "waits"], bbox_to_anchor=(0.5, 1.15), **style)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
@@ -177,7 +225,6 @@ def parse_args():
     )
     add = parser.add_argument
     add("--micro-batches", type=positive_int, default=4, help="parts of a batch")
-    add("--milliseconds", type=number(float, ge=0), help="that each pass sleeps")
     return parser.parse_args()
 
 
@@ -187,38 +234,33 @@ def main():
     ranks, micro_batches = int(os.environ["WORLD_SIZE"]), args.micro_batches
     if ranks < 2:
         fail("a pipeline needs 2 processes or more: use --nproc-per-node=2")
-    if micro_batches < ranks:
-        fail(f"--micro-batches {micro_batches}: 1f1b needs {ranks} or more")
+    if micro_batches % ranks:
+        fail(f"--micro-batches {micro_batches} is not a multiple of {ranks} processes")
     dist.init_process_group("gloo")
-    seconds = (args.milliseconds or 0) / 1000
-    predicted = Fraction(ranks - 1, micro_batches + ranks - 1)
-    for name in SCHEDULES:
-        passes, took = record(name, micro_batches, seconds)
+    for name, (_, parts) in SCHEDULES.items():
         orders = [None] * ranks
-        dist.all_gather_object(orders, passes)
+        dist.all_gather_object(orders, record(name, micro_batches))
         if dist.get_rank() > 0:
             continue
-        slots = timeline(orders)
-        line = f"{NAMES[name]}: {ranks} processes, {micro_batches} micro-batches, "
-        print(f"{line}bubble {bubble(slots)}, (p-1)/(m+p-1) = {predicted}")
-        for rank, row in enumerate(slots):
-            cells = "".join(f"{each:4}" for each in row)
-            print(f"  process {rank}: {cells}".rstrip(), flush=True)
-        if args.milliseconds:
-            waits = 1 - 2 * micro_batches * seconds / took
-            print(f"  measured: {took * 1000:.0f} ms, bubble {waits:.3f}", flush=True)
+        waits = bubble(timeline(orders))
+        predicted = Fraction(ranks - 1, parts * micro_batches + ranks - 1)
+        formula = "(p-1)/(2m+p-1)" if parts == 2 else "(p-1)/(m+p-1)"
+        print(f"{name}: bubble {waits}, {formula} = {predicted}")
+        for rank, order in enumerate(orders):
+            print(f"  process {rank}: {' '.join(order)}", flush=True)
     dist.destroy_process_group()
 
 
 def read(printed):
-    """Return what `main` printed, {the first line of a schedule: its timeline}."""
-    timelines = {}
+    """Return what `main` printed, {schedule: of each process, its passes in order}."""
+    orders = {}
     for line in printed.splitlines():
-        if "micro-batches" in line:
-            timelines[line] = rows = []
-        elif "process " in line:
-            rows.append(line.partition(":")[2].split())
-    return timelines
+        before, _, after = line.partition(": ")
+        if before in SCHEDULES:
+            orders[before] = rows = []
+        elif before.startswith("  process "):
+            rows.append(after.split())
+    return orders
 
 
 if __name__ == "__main__":
