@@ -1,5 +1,6 @@
 """The pictures in this stage's notebooks. Only given numbers are measured."""
 
+import itertools
 import math
 
 import matplotlib.pyplot as plt
@@ -64,21 +65,24 @@ def a_mixed_precision_step(scaled=False):
         (full, "step", "optimizer"),
     ]
     steps = [each for each in steps if scaled or each[2]]
-    axis = canvas(2.9, (-0.75, len(steps) - 0.4), (-0.9, 2.75))
+    # The box of the all-reduce is wider than the others.
+    places = [n + scaled * 0.15 * max(0, n - 4) for n in range(len(steps))]
+    axis = canvas(2.9, (-0.75, places[-1] + 0.6), (-0.9, 2.75))
     for row, name in ((full, "float32"), (half, "16 bits")):
         axis.axhspan(row - 0.62, row + 0.62, color="0.5", alpha=0.1)
         axis.text(-0.7, row + 0.36, name, size=12, weight="bold")
-    for x, (row, text, kind) in enumerate(steps):
+    for x, (row, text, kind) in zip(places, steps, strict=True):
         color = COLORS[kind] if kind else "white"
         style = {"boxstyle": "round,pad=0.4", "facecolor": color, "alpha": 0.4}
         style |= {"edgecolor": "black" if kind else "tab:red", "lw": 1 if kind else 2}
         axis.text(x, row, text, ha="center", va="center", size=12, bbox=style)
-    for x, ((row, *_), (below, *_)) in enumerate(zip(steps, steps[1:], strict=False)):
+    for n, ((row, *_), (below, *_)) in enumerate(itertools.pairwise(steps)):
+        x, end = places[n], places[n + 1]
         if row == below:
-            arrow(axis, (x + 0.43, row), (x + 0.57, row))
+            arrow(axis, (end - 0.57, row), (end - 0.43, row))
         else:
             ends = 0.45 if row > below else -0.45
-            arrow(axis, (x + 0.2, row - ends), (x + 0.8, below + ends))
+            arrow(axis, (x + 0.2, row - ends), (end - 0.2, below + ends))
     axis.text(0.62, 0.88, "copies", size=12, weight="bold")
     plt.show()
 
