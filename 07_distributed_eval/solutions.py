@@ -5,7 +5,7 @@ import torch
 # ---- exercise 1 ----------------------------------------------------------------------
 # Rank 0 has images 0, 2 and 4, all of them right. Rank 1 has 1 and 3, both wrong, and
 # gets image 0 once more from the sampler: 4 of 6.
-accuracies = {"sums and counts": 60.0, "mean of shards": 50.0, "repeated": 66.7}
+accuracies = {"sums and counts": 60.0, "mean of shards": 50.0, "repeated images": 66.7}
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
