@@ -7,51 +7,56 @@ from nbtools.drawing import box
 from nbtools.drawing import canvas
 
 
+@plt.rc_context({"font.size": 12})
 def counts_of_two_shards():
     """Draw eleven images on two ranks, and two ways to get one accuracy from them."""
-    axis = canvas(2.6, (-1.3, 14.6), (-0.8, 2.4))
-    for rank, (y, color) in enumerate(((1.6, "tab:blue"), (0, "tab:orange"))):
-        axis.text(-0.6, y, f"rank {rank}", ha="right", va="center", weight="bold")
-        shard = range(rank, 11, 2)
-        for place, n in enumerate(shard):
-            style = {"boxstyle": "square,pad=0.3", "facecolor": color, "alpha": 0.35}
+    axis = canvas(3.6, (-1.4, 12.6), (-3.3, 2.4))
+    for rank, y in enumerate((1.8, 0.5)):
+        axis.text(-1.3, y, f"rank {rank}", va="center", weight="bold")
+        for place, n in enumerate(range(rank, 11, 2)):
             mark = "\u2717" if n in (2, 5, 9) else "\u2713"
-            text = f"{n}\n{mark}"
-            axis.text(0.7 * place, y, text, ha="center", va="center", bbox=style)
-        correct = 5 - 2 * rank
-        box(axis, 6.1, y, f"{correct} correct\n{len(shard)} images", color)
-        arrow(axis, (shard[-1] // 2 * 0.7 + 0.5, y), (5.1, y), color)
-    arrow(axis, (7.1, 1.6), (8.1, 1.6), "tab:green")
-    arrow(axis, (7.1, 0.2), (8.1, 1.4), "tab:green")
-    box(axis, 9.4, 1.6, "8 correct\n11 images")
-    arrow(axis, (10.7, 1.6), (11.5, 1.6), "tab:green")
-    axis.text(11.7, 1.6, "72.7 %", color="tab:green", va="center", weight="bold")
-    axis.text(8.1, 2.2, "all-reduce, then divide", color="tab:green")
-    arrow(axis, (7.1, 1.4), (8.1, 0.2), "tab:red")
-    arrow(axis, (7.1, 0), (8.1, 0), "tab:red")
-    box(axis, 9.4, 0, "83.3 % and\n60.0 %", "tab:red")
-    arrow(axis, (10.7, 0), (11.5, 0), "tab:red")
-    axis.text(11.7, 0, "71.7 %", color="tab:red", va="center", weight="bold")
-    axis.text(8.1, -0.75, "divide, then average: wrong", color="tab:red")
+            style = {"boxstyle": "square,pad=0.3", "facecolor": "0.85"}
+            place = 0.4 + 0.84 * place
+            text = f"{n} {mark}"
+            axis.text(place, y, text, ha="center", va="center", bbox=style)
+        text = f"{5 - 2 * rank} of {6 - rank} are right"
+        axis.text(5.5, y, text, va="center")
+    ways = (
+        ("add up the counts, then divide", ("5 of 6", "3 of 5"), "8 of 11: 72.7 %"),
+        ("divide, then average: wrong", ("83.3 %", "60.0 %"), "71.7 %"),
+    )
+    for left, (title, sent, result) in zip((-1.3, 6), ways, strict=True):
+        color = "tab:red" if "wrong" in title else "tab:green"
+        axis.text(left, -0.75, title, color=color, weight="bold")
+        for y, text in zip((-1.6, -2.7), sent, strict=True):
+            box(axis, left + 0.7, y, text, "0.85")
+            arrow(axis, (left + 1.6, y), (left + 2.5, -2.15), color)
+        axis.text(left + 2.7, -2.15, result, va="center", weight="bold", size=13)
     plt.show()
 
 
+@plt.rc_context({"font.size": 12})
 def all_reduce_and_its_relatives():
-    """Draw what four processes hold before and after reduce, all_reduce and gather."""
-    _, axes = plt.subplots(1, 4, figsize=(11, 2.4))
-    own = ["1", "2", "3", "4"]
+    """Draw what four processes hold before and after some collectives."""
+    _, axes = plt.subplots(1, 5, figsize=(10, 2.6))
+    every = "1 2 3 4"
     after = {
-        "before": own,
+        "before": ["1", "2", "3", "4"],
         "reduce": ["10", "", "", ""],
         "all_reduce": ["10"] * 4,
-        "gather": ["1 2 3 4", "", "", ""],
+        "gather": [every, "", "", ""],
+        "all_gather": [every] * 4,
     }
-    for axis, (title, values) in zip(axes, after.items(), strict=True):
-        axis.set(xlim=(-1.3, 2.2), ylim=(-0.6, 3.6), title=title)
+    for column, (axis, (title, values)) in enumerate(
+        zip(axes, after.items(), strict=True)
+    ):
+        axis.set(xlim=(-1, 1), ylim=(-0.6, 3.6))
+        axis.set_title(title, size=12)
         axis.axis("off")
         for rank, value in enumerate(values):
-            y = 3 - rank
-            axis.text(-1.2, y, f"rank {rank}", va="center")
+            if column == 0:
+                axis.text(-0.5, 3 - rank, f"rank {rank}", ha="right", va="center")
             color = "tab:green" if value else "tab:gray"
-            box(axis, 1, y, value or "\u2013", color)
+            box(axis, 0, 3 - rank, value or "\u2013", color)
+    plt.tight_layout()
     plt.show()

@@ -56,7 +56,7 @@ WANTS = {
     "spawn in notebooks": "AttributeError.*#a-function-from-a-notebooks-cell",
     "not faster": "brings little.*#why-it-is-not-n-times-faster",
     "no_sync": "no_sync.*#no_sync-around-backward-only",
-    "order of mixed precision's calls": "in which order.*05_amp.ipynb#4-one-training",
+    "order of mixed precision's calls": "in which order.*fp16.ipynb#the-order",
     "resuming exactly": "resumed run.*#what-the-usual-checkpoint-forgets",
     "uneven inputs": "uneven inputs.*#one-batch-more-than-the-others",
     "collectives under rank 0": "if rank == 0.*#a-collective-under-if-rank--0",

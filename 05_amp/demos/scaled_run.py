@@ -1,6 +1,6 @@
 """A small training run in float16 with a loss scaler, in one process, on a CPU.
 
-05_amp.ipynb imports it to make mistakes in it: `take_steps` calls a function for what
+fp16.ipynb imports it to make mistakes in it: `take_steps` calls a function for what
 comes after the forward pass, and that function can be wrong.
 """
 
@@ -22,13 +22,15 @@ class Run:
     """A model, and what belongs to its training.
 
     scale: the loss scale to begin with; growth_interval: after so many steps without an
-    overflow the scaler doubles it.
+    overflow the scaler doubles it; adamw: train with AdamW and not with SGD.
     """
 
-    def __init__(self, scale=2.0**16, growth_interval=2000):
+    def __init__(self, scale=2.0**16, growth_interval=2000, adamw=False):
         torch.manual_seed(0)
         self.model = make_model("small", channels=1, num_classes=10, image_size=8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+        if adamw:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.003)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: 1 - step / 60
         )

@@ -104,7 +104,7 @@ def memory(network):
     tensors = {
         "weights": list(model.parameters()),
         "gradients": [each.grad for each in model.parameters()],
-        "momentum": [state["momentum_buffer"] for state in optimizer.state.values()],
+        "optimizer": [state["momentum_buffer"] for state in optimizer.state.values()],
     }
     sizes = {
         kind: [sum(each.nbytes for each in group)] * 2  # autocast changes nothing

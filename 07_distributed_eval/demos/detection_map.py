@@ -62,10 +62,21 @@ def mean_average_precision(objects, detections):
     return torch.stack(areas).mean()
 
 
+# ---- the lines to copy ---------------------------------------------------------------
 def combine(matches):
-    """Return the objects by class, and the detections, of several images."""
+    """Return the objects by class, and the detections, of several images or shards."""
     objects, detections = zip(*matches, strict=True)
     return torch.stack(objects).sum(0), torch.cat(detections)
+
+
+def gather_matches(shard):
+    """Return the same of all ranks' shards, which differ in length, on all ranks."""
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, shard)
+    return combine(shards)
+
+
+# ---- the run -------------------------------------------------------------------------
 
 
 def main():
@@ -75,13 +86,10 @@ def main():
     dist.all_reduce(mean)
     mean /= world_size
 
-    shards = [None] * world_size
-    dist.all_gather_object(shards, shard)  # the shards differ in length
-    gathered = mean_average_precision(*combine(shards))  # on all ranks, to decide by it
+    gathered = mean_average_precision(*gather_matches(shard))
     if rank == 0:
         alone = mean_average_precision(*combine(map(match, range(IMAGES))))
         assert torch.isclose(gathered, alone) and abs(mean - alone) > 1e-3
-        print("detections of each rank:", [len(detections) for _, detections in shards])
         print(f"mAP of one process            {alone:.4f}")
         print(f"mAP of the gathered matches   {gathered:.4f}")
         print(f"mean of the ranks' mAPs       {mean:.4f}")

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -13,21 +14,30 @@ from common.model import make_model
 from common.weights import load_weights
 
 
+class Digits(nn.Module):
+    """The network of the stages with trained weights; takes images as the set has them.
+
+    In evaluation mode, and without gradients.
+    """
+
+    def __init__(self, path):
+        super().__init__()
+        self.network = make_model("small", channels=1, num_classes=10, image_size=8)
+        load_weights(self.network, path)
+        self.eval().requires_grad_(False)
+
+    def forward(self, images):
+        return self.network(data.normalize(images, "digits", torch.float32))
+
+
 def load(path):
-    """Return the digits' validation set, and a function: a batch's images to logits."""
+    """Return the digits' validation set, and the model."""
     _, val_set = data.load("digits")
-    model = make_model("small", channels=1, num_classes=10, image_size=8).eval()
-    load_weights(model, path)
-
-    @torch.no_grad()
-    def predict(images):
-        return model(data.normalize(images, "digits", torch.float32))
-
-    return val_set, predict
+    return val_set, Digits(path)
 
 
 def predict_all(path):
     """Return the logits and the targets of the whole validation set."""
-    val_set, predict = load(path)
+    val_set, model = load(path)
     images, targets = collate(val_set.__getitems__(list(range(len(val_set)))))
-    return predict(images), targets
+    return model(images), targets

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
 dist.init_process_group("gloo")
-val_set, predict = digits_model.load(sys.argv[1])
+val_set, model = digits_model.load(sys.argv[1])
 sampler = DistributedSampler(val_set, shuffle=False)
 loader = DataLoader(
     val_set, batch_size=48, sampler=sampler, collate_fn=digits_model.collate
@@ -20,7 +20,7 @@ loader = DataLoader(
 
 accuracies = []
 for images, targets in loader:
-    correct = predict(images).argmax(1) == targets
+    correct = model(images).argmax(1) == targets
     accuracies.append(100 * correct.double().mean())
 accuracy = torch.stack(accuracies).mean()  # the average over this rank's batches
 dist.all_reduce(accuracy)

@@ -1,12 +1,8 @@
-"""Measure what ResNet-18 keeps for its backward pass.
-
-python 08_grad_accumulation/demos/kept.py
-"""
+"""Measure what a model keeps for its backward passes. counted.py imports it."""
 
 import weakref
 
 import torch
-import torchvision
 
 
 class Kept:
@@ -38,17 +34,3 @@ def most_kept(model, function):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
         function()
     return most / 2**20
-
-
-def main():
-    model = torchvision.models.resnet18()
-    weights = sum(weight.nbytes for weight in model.parameters()) / 2**20
-    print(f"weights {weights:.0f} MiB; gradients the same, and momentum the same")
-    for size in (2, 4, 8):
-        images = torch.randn(size, 3, 224, 224)
-        kept = most_kept(model, lambda images=images: model(images).sum())
-        print(f"{size} images: {kept:4.0f} MiB kept for the backward pass")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""A training step in bfloat16 and one in float16: what changes in a loop of yours.
+"""A training step in bfloat16: what changes in a loop of yours.
 
-python 05_amp/demos/two_steps.py
+python 05_amp/demos/bf16_step.py
 """
 
 import torch
@@ -9,24 +9,12 @@ from torch import nn
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def step_in_bfloat16(model, optimizer, inputs, targets):
+def step(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     with torch.autocast(device, torch.bfloat16):  # the only line that is new
         loss = nn.functional.cross_entropy(model(inputs), targets)
     loss.backward()
     optimizer.step()
-    return loss.detach()
-
-
-def step_in_float16(model, optimizer, inputs, targets, scaler):
-    optimizer.zero_grad()
-    with torch.autocast(device, torch.float16):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)  # only because the next line clips
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
     return loss.detach()
 
 
@@ -37,9 +25,8 @@ def train(step, *more):
     inputs = torch.randn(256, 8, device=device)
     targets = inputs[:, :4].argmax(1)  # the task: which of four numbers is largest?
     losses = [step(model, optimizer, inputs, targets, *more) for _ in range(100)]
-    print(f"{step.__name__}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
 if __name__ == "__main__":
-    train(step_in_bfloat16)
-    train(step_in_float16, torch.amp.GradScaler(device))
+    train(step)
