@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 
+from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
 
@@ -21,6 +22,30 @@ def killed_and_started_again():
     arrow(axis, (6, 1.1), (6, 0.15), "tab:green")
     axis.text(5.9, 0.65, "resumes here", color="tab:green", ha="right", va="center")
     axis.text(6.1, -0.5, "taken twice, on the same images", color="tab:orange")
+    plt.show()
+
+
+def what_a_checkpoint_forgets(rates, without_scheduler, off):
+    """Plot measured runs that were resumed from checkpoints that lack something.
+
+    rates: the learning rate in each step of a run that was not interrupted;
+    without_scheduler: that of one that was resumed without the scheduler's state; off:
+    {what is forgotten: the largest difference of a weight after each step}.
+    """
+    _, (top, bottom) = plt.subplots(2, 1, figsize=(7, 7), layout="constrained")
+    steps = range(1, len(rates) + 1)
+    top.plot(steps, rates, label="not interrupted")
+    top.plot(steps, without_scheduler, "--", label="resumed without the scheduler")
+    top.set(xlabel="step", title="learning rate", ylim=(0, 0.14))
+    top.legend()
+    for forgets, differences in off.items():
+        bottom.plot(steps, differences, label=forgets)
+    bottom.axhline(0.125, color="black", lw=1, ls=":")
+    bottom.text(51, 0.14, "bound of the initial weights", va="bottom")
+    bottom.set_yscale("symlog", linthresh=1e-4)  # logarithmic, with a place for 0
+    bottom.set(xlabel="step", title="largest difference of a weight")
+    bottom.set(xlim=(50, 200), ylim=(-2e-5, 1))
+    bottom.legend(title="forgets", loc="lower right", bbox_to_anchor=(1, 0.06))
     plt.show()
 
 
@@ -81,23 +106,28 @@ def a_machine_leaves_and_comes_back():
 
 def two_layouts_of_buckets():
     """Draw where DDP puts a gradient before and after it has arranged its buckets."""
-    axis = canvas(3.9, (-2.6, 12.2), (-0.9, 4.4))
+    axis = canvas(4.1, (-2.6, 12.2), (-1.3, 4.4))
     style = {"ha": "center", "va": "center"}
-    colors = {"first": "tab:orange", "middle": "tab:blue", "last": "tab:gray"}
+    strengths = {"first": 0.8, "middle": 0.5, "last": 0.25}
     sizes = {"first": 3.6, "middle": 5.6, "last": 2.4}
     layouts = [
-        (2.8, "first step", [["first", "middle", "last"]]),
-        (0.4, "later steps", [["last", "middle"], ["first"]]),
+        (2.8, "first step", {"one bucket": ["first", "middle", "last"]}),
+        (
+            0.4,
+            "later steps",
+            {"first bucket": ["last", "middle"], "second bucket": ["first"]},
+        ),
     ]
     for y, title, buckets in layouts:
         axis.text(-0.25, y + 0.35, title, ha="right", va="center", weight="bold")
         x = 0
-        for bucket in buckets:
+        for label, bucket in buckets.items():
             begin = x
             for name in bucket:
                 place = (x, y)
-                bar = plt.Rectangle(place, sizes[name], 0.75, color=colors[name])
-                bar.set(alpha=0.75 if name == "first" else 0.4, ec="white")
+                color = COLORS["gradients"]
+                bar = plt.Rectangle(place, sizes[name], 0.75, color=color)
+                bar.set(alpha=strengths[name], ec="white")
                 axis.add_patch(bar)
                 axis.text(x + sizes[name] / 2, y + 0.37, f"{name} layer", **style)
                 x += sizes[name]
@@ -107,6 +137,8 @@ def two_layouts_of_buckets():
                 ends = ([left, left + third], [y - 0.15] * 2)
                 axis.plot(*ends, color="black", marker="|", lw=1)
                 axis.text(left + third / 2, y - 0.45, text, fontsize=11, **style)
-            axis.text((begin + x) / 2, y + 1, "one bucket", fontsize=11, **style)
+            axis.text((begin + x) / 2, y + 1, label, fontsize=11, **style)
             x += 0.5
+    arrow(axis, (0, -0.75), (12.1, -0.75), "tab:gray")
+    axis.text(6, -1.05, "place in the buffer (not to scale)", fontsize=11, **style)
     plt.show()

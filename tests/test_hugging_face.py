@@ -639,6 +639,41 @@ def test_the_page_has_the_section_that_an_error_names():
 
 
 @pytest.mark.release
+def test_the_check_of_the_page(tmp_path):
+    """A small model of FOLDER trains the same weights, and loads as in before.py."""
+    copy = shutil.copytree(SCRIPTS.parent, tmp_path / "copy") / SCRIPTS.name
+    block = r"^   \$ ((?:python|torchrun) .*\bsmall\b.*)$"
+    make, check, *loaded = re.findall(block, PAGE, re.MULTILINE)
+    made = make.replace("FOLDER", str(pretrained("llama")))
+    harness.run(made, tmp_path / "made", cwd=copy)
+    done = harness.run(check, tmp_path / "checked", cwd=copy)
+    number = r"\d\.\de-\d+, in \S+"
+    lines = [re.sub(number, "", line) for line in done.stdout.splitlines()]
+    page = [re.sub(number, "", line.strip()) for line in PAGE.splitlines()]
+    shown = page[page.index(f"$ {check}") + 1 :][:4]
+    assert lines[:4] == shown and shown[3] == "equal except for rounding"
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = [
+        harness.run(each, tmp_path / str(n), cwd=copy, **no_gpu)
+        for n, each in enumerate(loaded)
+    ]
+    of_before, of_fsdp = (losses(each.stdout) for each in done)
+    assert of_before == of_fsdp and len(of_before) == 1
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "Mixtral", "GPTNeoX", "Falcon"])
+def test_a_small_model_of_a_folder(kind, tmp_path):
+    """Of the same class, with few weights, for tokens that the toy data have."""
+    large = getattr(transformers, f"{kind}Config")()
+    large.save_pretrained(tmp_path)
+    config = runpy.run_path(SCRIPTS / "make_model.py")["shrink"](tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == f"{kind}ForCausalLM"
+    assert model.num_parameters() < 1e7
+    assert model(PROMPT).logits.shape == (*PROMPT.shape, 256)
+
+
+@pytest.mark.release
 def test_the_commands_of_the_page_run_in_turn(tmp_path):
     """As they are typed, by the launcher; the loss falls in each that trains."""
     assert len(COMMANDS) >= 4
@@ -668,7 +703,7 @@ def save_tokenizer(folder):
 
 
 def with_data_of_the_page(folder):
-    """Copy the scripts, and change fsdp.py as step 3 of the page does."""
+    """Copy the scripts, and change fsdp.py as step 4 of the page does."""
     text = FSDP.read_text()
     first, last = text.index("def make_dataset"), text.index("\n\ndef collate")
     prompt = code_with("Once upon").replace("Once upon a time", "5 8 11 14")
@@ -689,7 +724,7 @@ def with_data_of_the_page(folder):
 
 @pytest.mark.release
 def test_the_data_of_the_page(tmp_path):
-    """fsdp.py and lora.py train on texts with the lines of step 3, and generate one."""
+    """fsdp.py and lora.py train on texts with the lines of step 4, and generate one."""
     folder = shutil.copytree(pretrained("llama"), tmp_path / "llama")
     save_tokenizer(folder)
     script, work = with_data_of_the_page(tmp_path), tmp_path / "work"

@@ -4,11 +4,12 @@
 
 Starts SCRIPT with torchrun, with the flags that follow it, on 1, 2 and 3 processes, or
 on those that --processes=1,2 before SCRIPT names. It runs on the CPU, in float64,
-without dropout. Each run has to write its last weights, with torch.save, to the same
-file: model.pt, or what --weights=FILE before SCRIPT names. A file of that name is moved
-aside and put back. The exit code is 0 if the weights are equal except for rounding, and
-the processes have trained together: in DistributedDataParallel or by fully_shard, each
-on samples of its own. Otherwise it is 1.
+without dropout. Each run has to write its last weights to the same file: with
+torch.save to model.pt, or to what --weights=FILE before SCRIPT names, which can be a
+file of safetensors. A file of that name is moved aside and put back. The exit code is
+0 if the weights are equal except for rounding, and the processes have trained together:
+in DistributedDataParallel or by fully_shard, each on samples of its own. Otherwise it
+is 1.
 """
 
 import argparse
@@ -29,12 +30,31 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 OURS = "CHECK_YOURS"  # the variable that has the script, its flags, and a folder
 ROUNDING = 1e-9  # in float64; see the page for what was measured
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Leave a tensor in float64 that a script makes float32, as many norms do."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if (
+            args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].dtype == torch.float64
+        ):
+            if function is torch.Tensor.float:
+                return args[0]
+            args = [torch.float64 if each is torch.float32 else each for each in args]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
 
 
 def note_inputs(file):
@@ -95,7 +115,8 @@ def run_exactly(script, flags, folder):
     torch.manual_seed(int(rank))
     sys.path[0] = str(Path(script).resolve().parent)  # as if it had been started itself
     sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+    with KeepFloat64():
+        runpy.run_path(script, run_name="__main__")
 
 
 def train(processes, script, flags, weights):
@@ -124,7 +145,7 @@ def train(processes, script, flags, weights):
         print(f"failed: it wrote no {weights}")
         return None
     try:
-        state = torch.load(weights, map_location="cpu", weights_only=True)
+        state = load(weights)
     except pickle.UnpicklingError:
         print(f"failed: {weights} has more than weights; write model.state_dict()")
         return None
@@ -140,6 +161,15 @@ def train(processes, script, flags, weights):
         return None
     *_, last = ["", *out[0]]
     return state, last
+
+
+def load(file):
+    """Return the state dict in a file of torch.save or of safetensors."""
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def read_lines(file):
