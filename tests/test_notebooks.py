@@ -37,7 +37,7 @@ HEADINGS = [
     "Your turn",
     "Where next",
 ]
-# Where a notebook has the run and its proof on the first pages, and the hunks after them.
+# Where the run and its proof come first, and the hunks after them.
 RUN_FIRST = [HEADINGS[n] for n in (0, 2, 3, 4, 1, 5, 6)]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
@@ -335,7 +335,7 @@ def test_the_sections_stand_in_order(stage):
     found = re.findall(r"^## (.*)", text, re.MULTILINE)
     wanted = FIRST_HEADINGS if stage == FIRST else HEADINGS
     order = [heading for heading in found if heading in wanted]
-    assert order == wanted or order == RUN_FIRST
+    assert order in (wanted, RUN_FIRST)
 
 
 def imports(stage):
