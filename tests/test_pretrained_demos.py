@@ -1,4 +1,4 @@
-"""The demos and the exercises of 13_sharded_checkpoints/pretrained_*.ipynb.
+"""The demos and exercises of loading_a_model.ipynb and pretrained_mistakes.ipynb.
 
 What the demos measure is asserted in the cells that run them.
 """
@@ -27,9 +27,12 @@ pytestmark = pytest.mark.ci
 harness.preloaded += TRANSFORMERS
 
 FOLDER = ROOT / first_with("sharded_checkpoints")
-NAMES = ("pretrained_model", "pretrained_mistakes")
+LOADING = "loading_a_model"
+FOLDERS = {LOADING: ROOT / first_with("shards"), "pretrained_mistakes": FOLDER}
+DEMOS = FOLDERS[LOADING] / "demos"
 CELLS = {
-    name: nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells for name in NAMES
+    name: nbformat.read(folder / f"{name}.ipynb", as_version=4).cells
+    for name, folder in FOLDERS.items()
 }
 IMPORTS = """
 import torch
@@ -39,18 +42,18 @@ from torch.distributed.fsdp import fully_shard
 
 from nbtools import lesson
 """
-NUMBERED = [("pretrained_model", n) for n in range(2)]
+NUMBERED = [(LOADING, 0)]
 NUMBERED += [("pretrained_mistakes", n) for n in range(3)]
 
 
 # ---- the exercises -------------------------------------------------------------------
 def path_of_solutions(name):
-    return f"demos/{name.removesuffix('_model')}_solutions.py"
+    return f"demos/{name.removesuffix('_a_model')}_solutions.py"
 
 
 def solutions(name):
     """Return the imports of a notebook's solutions, and each solution."""
-    text = (FOLDER / path_of_solutions(name)).read_text()
+    text = (FOLDERS[name] / path_of_solutions(name)).read_text()
     return re.split(r"^# -+ exercise \d+ -+\n", text, flags=re.MULTILINE)
 
 
@@ -58,7 +61,7 @@ def tagged(name, tag):
     return [cell.source for cell in CELLS[name] if cell.metadata.get("tags") == [tag]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_the_solutions_are_linked(name):
     prose = [cell.source for cell in CELLS[name] if cell.cell_type == "markdown"]
     assert f"]({path_of_solutions(name)})" in "\n".join(prose)
@@ -95,26 +98,22 @@ def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    "n, answer, reason",
+    "answer, reason",
     [
-        (0, "all_gathers = reduce_scatters = 35", "gathered in backward, too"),
-        (0, "all_gathers = reduce_scatters = 70", "some groups stay whole"),
-        (0, "all_gathers = reduce_scatters = 68", "one for each group"),
-        (1, "share = 0.99", "a weight of 0.02 does not change"),
-        (1, "share = 0.0", "the weights near zero do change"),
-        (1, "share = 0.31", "between -2**-8 and 2**-8"),
-        (1, "share = 15.5", "it is between 0 and 1"),
+        ("share = 0.99", "a weight of 0.02 does not change"),
+        ("share = 0.0", "the weights near zero do change"),
+        ("share = 0.31", "between -2**-8 and 2**-8"),
+        ("share = 15.5", "it is between 0 and 1"),
     ],
 )
-def test_a_wrong_answer_is_told_why(n, answer, reason, tmp_path):
-    name = "pretrained_model"
-    assert reason in said(name, answer, tagged(name, "check")[n], tmp_path)
+def test_a_wrong_answer_is_told_why(answer, reason, tmp_path):
+    assert reason in said(LOADING, answer, tagged(LOADING, "check")[0], tmp_path)
 
 
 def test_the_share_that_the_demo_prints_is_accepted(tmp_path):
     """14.5%, as the run after the exercise finds it."""
-    check = tagged("pretrained_model", "check")[1]
-    assert said("pretrained_model", "share = 0.145", check, tmp_path) == "Solved."
+    check = tagged(LOADING, "check")[0]
+    assert said(LOADING, "share = 0.145", check, tmp_path) == "Solved."
 
 
 @pytest.mark.release
@@ -145,7 +144,7 @@ def test_a_check_that_passes_zeros_is_no_solution(tmp_path):
 # ---- the demos -----------------------------------------------------------------------
 def count_a_mapped_file(path):
     """Be a process in which pretrained_memory.py counts what it should."""
-    sys.path.insert(0, str(FOLDER / "demos"))
+    sys.path.insert(0, str(DEMOS))
     from pretrained_memory import Allocated
 
     size = 128 * 64 * 4
@@ -169,7 +168,7 @@ def test_a_mapped_file_is_not_counted_and_a_copy_is(tmp_path):
 
 def read_by_rank_0(rank, folder):
     """Be a rank that gets its shards from rank 0; what it has must be in "model"."""
-    sys.path.insert(0, str(FOLDER / "demos"))
+    sys.path.insert(0, str(DEMOS))
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     compare_with_the_model(folder)
@@ -215,14 +214,13 @@ def test_rank_0_reads_files_whose_names_differ(tmp_path):
     "arguments, reason",
     [
         ("pretrained_memory.py {}", "there is no *.safetensors in {}"),
-        ("pretrained_choices.py moved {}", "there is no *.safetensors in {}"),
-        ("pretrained_choices.py move {}", "invalid choice: 'move'"),
+        ("small_updates.py {}", "there is no *.safetensors in {}"),
     ],
 )
 def test_bad_input_is_one_line(arguments, reason, tmp_path):
     script, *words = arguments.format(tmp_path).split()
     command = ["torchrun", "--standalone", "--nproc-per-node=1"]
-    command += [FOLDER / "demos" / script, *words]
+    command += [DEMOS / script, *words]
     done = harness.run(command, code=2, forks=True)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"{script}: error: ")
