@@ -1,11 +1,10 @@
-"""The demos and exercises of loading_a_model.ipynb and pretrained_mistakes.ipynb.
+"""The demos and the exercise of 12_fsdp/loading_a_model.ipynb.
 
 What the demos measure is asserted in the cells that run them.
 """
 
 import contextlib
 import gc
-import re
 import sys
 
 import nbformat
@@ -26,48 +25,17 @@ pytestmark = pytest.mark.ci
 
 harness.preloaded += TRANSFORMERS
 
-FOLDER = ROOT / first_with("sharded_checkpoints")
-LOADING = "loading_a_model"
-FOLDERS = {LOADING: ROOT / first_with("shards"), "pretrained_mistakes": FOLDER}
-DEMOS = FOLDERS[LOADING] / "demos"
-CELLS = {
-    name: nbformat.read(folder / f"{name}.ipynb", as_version=4).cells
-    for name, folder in FOLDERS.items()
-}
-IMPORTS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-from nbtools import lesson
-"""
-NUMBERED = [(LOADING, 0)]
-NUMBERED += [("pretrained_mistakes", n) for n in range(3)]
+FOLDER = ROOT / first_with("shards")
+CELLS = nbformat.read(FOLDER / "loading_a_model.ipynb", as_version=4).cells
+SOLUTIONS = "demos/loading_solutions.py"
+IMPORTS = "from nbtools import lesson\n"
 
 
-# ---- the exercises -------------------------------------------------------------------
-def path_of_solutions(name):
-    return f"demos/{name.removesuffix('_a_model')}_solutions.py"
-
-
-def solutions(name):
-    """Return the imports of a notebook's solutions, and each solution."""
-    text = (FOLDERS[name] / path_of_solutions(name)).read_text()
-    return re.split(r"^# -+ exercise \d+ -+\n", text, flags=re.MULTILINE)
-
-
-def tagged(name, tag):
-    return [cell.source for cell in CELLS[name] if cell.metadata.get("tags") == [tag]]
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_solutions_are_linked(name):
-    prose = [cell.source for cell in CELLS[name] if cell.cell_type == "markdown"]
-    assert f"]({path_of_solutions(name)})" in "\n".join(prose)
-    count = len([each for each, _ in NUMBERED if each == name])
-    assert len(tagged(name, "exercise")) == len(tagged(name, "check")) == count
-    assert len(solutions(name)) == 1 + count
+# ---- the exercise --------------------------------------------------------------------
+def tagged(tag):
+    """Return the source of the only cell with a tag."""
+    (source,) = [cell.source for cell in CELLS if cell.metadata.get("tags") == [tag]]
+    return source
 
 
 def say(program, path):
@@ -76,24 +44,19 @@ def say(program, path):
         exec(program, {})
 
 
-def said(name, answer, check, folder):
-    """Return the last line that a check prints after an answer.
-
-    In a fork, because a check may make a process group.
-    """
-    imports, *_ = solutions(name)
-    program = f"{IMPORTS}\n{imports}\n{answer}\n{check}"
+def said(answer, folder):
+    """Return the last line that the check prints after an answer; in a fork."""
+    program = f"{IMPORTS}{answer}\n{tagged('check')}"
     harness.call_in_forks(say, [(program, folder / "said")])
     return (folder / "said").read_text().splitlines()[-1]
 
 
-@pytest.mark.release  # as are these two notebooks
-@pytest.mark.parametrize("name, n", NUMBERED)
-def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
-    check = tagged(name, "check")[n]
-    unsolved = said(name, tagged(name, "exercise")[n], check, tmp_path)
-    assert unsolved.startswith("Not solved yet: ")
-    assert said(name, solutions(name)[1 + n], check, tmp_path) == "Solved."
+@pytest.mark.release  # as is the notebook
+def test_the_exercise_is_solved_by_its_solution_only(tmp_path):
+    prose = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
+    assert f"]({SOLUTIONS})" in "\n".join(prose)
+    assert said(tagged("exercise"), tmp_path).startswith("Not solved yet: ")
+    assert said((FOLDER / SOLUTIONS).read_text(), tmp_path) == "Solved."
 
 
 @pytest.mark.release
@@ -107,44 +70,18 @@ def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
     ],
 )
 def test_a_wrong_answer_is_told_why(answer, reason, tmp_path):
-    assert reason in said(LOADING, answer, tagged(LOADING, "check")[0], tmp_path)
+    assert reason in said(answer, tmp_path)
 
 
 def test_the_share_that_the_demo_prints_is_accepted(tmp_path):
     """14.5%, as the run after the exercise finds it."""
-    check = tagged(LOADING, "check")[0]
-    assert said(LOADING, "share = 0.145", check, tmp_path) == "Solved."
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "whole, part, reason",
-    [
-        (9.79, 9.79, "each rank evaluates all 64 sequences"),
-        (31.3, 3.9, "positions * vocabulary * 10 bytes"),
-        (78.28, 78.28, "each GPU trains on 64 / 8 sequences"),
-    ],
-)
-def test_a_wrong_number_of_bytes_is_told_why(whole, part, reason, tmp_path):
-    name = "pretrained_mistakes"
-    answer = f"gib_of_the_global_batch = {whole}\ngib_of_a_micro_batch = {part}"
-    assert reason in said(name, answer, tagged(name, "check")[1], tmp_path)
-
-
-def test_a_check_that_passes_zeros_is_no_solution(tmp_path):
-    """Frequencies of zero are what memory can hold after to_empty()."""
-    name = "pretrained_mistakes"
-    solution = solutions(name)[3]
-    without = solution.replace("buffer.is_floating_point() and not", "False and")
-    assert without != solution
-    reason = said(name, without, tagged(name, "check")[2], tmp_path)
-    assert "the buffer angles is full of 0.0" in reason
+    assert said("share = 0.145", tmp_path) == "Solved."
 
 
 # ---- the demos -----------------------------------------------------------------------
 def count_a_mapped_file(path):
     """Be a process in which pretrained_memory.py counts what it should."""
-    sys.path.insert(0, str(DEMOS))
+    sys.path.insert(0, str(FOLDER / "demos"))
     from pretrained_memory import Allocated
 
     size = 128 * 64 * 4
@@ -168,7 +105,7 @@ def test_a_mapped_file_is_not_counted_and_a_copy_is(tmp_path):
 
 def read_by_rank_0(rank, folder):
     """Be a rank that gets its shards from rank 0; what it has must be in "model"."""
-    sys.path.insert(0, str(DEMOS))
+    sys.path.insert(0, str(FOLDER / "demos"))
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     compare_with_the_model(folder)
@@ -220,7 +157,7 @@ def test_rank_0_reads_files_whose_names_differ(tmp_path):
 def test_bad_input_is_one_line(arguments, reason, tmp_path):
     script, *words = arguments.format(tmp_path).split()
     command = ["torchrun", "--standalone", "--nproc-per-node=1"]
-    command += [DEMOS / script, *words]
+    command += [FOLDER / "demos" / script, *words]
     done = harness.run(command, code=2, forks=True)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"{script}: error: ")
