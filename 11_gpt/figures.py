@@ -11,7 +11,7 @@ def a_window_and_its_targets():
     length = len(window) - 1
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 3), width_ratios=(1.5, 1))
     for row, (name, letters, color) in enumerate(
-        (("targets", window[1:], "tab:green"), ("inputs", window[:-1], "tab:blue"))
+        (("targets", window[1:], "tab:brown"), ("inputs", window[:-1], "tab:gray"))
     ):
         left.text(-0.7, row, name, ha="right", va="center", size=13)
         for place, letter in enumerate(letters):
@@ -27,18 +27,18 @@ def a_window_and_its_targets():
     left.axis("off")
     for row in range(length):
         for column in range(length):
-            color = "tab:blue" if column <= row else "white"
+            color = "tab:gray" if column <= row else "white"
             square = plt.Rectangle((column, length - 1 - row), 1, 1)
             square.set(facecolor=color, edgecolor="gray", alpha=0.45)
             right.add_patch(square)
         for x, y, letter in (
-            (-0.4, length - 0.5 - row, window[row + 1]),
+            (-0.4, length - 0.5 - row, window[row]),
             (row + 0.5, length + 0.4, window[row]),
         ):
             letter = letter.replace(" ", "\u2423")
             right.text(x, y, letter, ha="center", va="center", size=12)
-    right.text(-1.6, length / 2, "to predict", rotation=90, va="center", size=12)
-    right.text(length / 2, length + 1.3, "may see", ha="center", size=12)
+    right.text(-1.6, length / 2, "an input", rotation=90, va="center", size=12)
+    right.text(length / 2, length + 1.3, "sees these inputs", ha="center", size=12)
     right.set(xlim=(-1.8, length + 0.2), ylim=(-0.2, length + 2.2), aspect="equal")
     right.axis("off")
     plt.tight_layout()

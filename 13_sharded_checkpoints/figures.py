@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 
+from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
@@ -17,20 +18,21 @@ def shards_written_and_read():
         axis.add_patch(plt.Rectangle((x - 1.25, -0.3), 2.5, 4.2, **style))
         font = {"size": 13, "family": "monospace", "weight": "bold"}
         axis.text(x, 3.5, name, ha="center", **font)
-        box(axis, x, 2.9, ".metadata", "tab:purple")
+        box(axis, x, 2.9, ".metadata", "tab:gray")
         for y, text in files:
-            box(axis, x, y, text, "tab:blue")
+            box(axis, x, y, text, COLORS["weights"])
     for rank, (y, _) in enumerate(files):
-        box(axis, -0.3, y, f"rank {rank}")
+        box(axis, -0.3, y, f"rank {rank}", "0.9")
         arrow(axis, (0.25, y), (1.75, y))
-    arrow(axis, (0.1, 2.15), (2.1, 2.85), "tab:purple")
-    axis.text(0.75, 2.65, "last", color="tab:purple", ha="center", size=13)
-    arrow(axis, (4.2, 1.5), (5.7, 1.5), "tab:red")
-    axis.text(4.95, 1.65, "rename", color="tab:red", ha="center", size=13)
+    arrow(axis, (0.1, 2.15), (2.1, 2.85), "tab:gray")
+    axis.text(0.75, 2.65, "last", color="0.4", ha="center", size=13)
+    arrow(axis, (4.2, 1.5), (5.7, 1.5))
+    axis.text(4.95, 1.65, "rename", ha="center", size=13)
     readers = [(2.9, "rank 0\nrows 0-85"), (1.5, "rank 1\nrows 86-171")]
     readers += [(0.1, "rank 2\nrows 172-255")]
     for y, text in readers:
-        box(axis, 10.2, y, text, "tab:orange")
+        box(axis, 10.2, y, text, "0.9")
+        arrow(axis, (7.65, 2.9), (9.25, y + 0.25), "0.7")  # each looks up in the index
     for start, end in ((1.8, 2.8), (1.8, 1.6), (0.4, 1.4), (0.4, 0.1)):
         arrow(axis, (8.15, start), (9.25, end))
     axis.text(0.7, -0.8, "saved by 2 ranks", ha="center", size=13)
@@ -41,17 +43,20 @@ def shards_written_and_read():
 def a_save_that_blocks_and_one_that_does_not():
     """Draw a few steps around a checkpoint, saved by dcp.save and by dcp.async_save."""
     _, axes = plt.subplots(2, 1, figsize=(10, 4.4), sharex=True)
+    step_color, write_color = COLORS["compute"], "tab:brown"
     rows = (("dcp.save", 1, 3.2, (5.6, 6.6, 7.6)),)
     rows += (("dcp.async_save", 0, 4, (2.4, 3.6, 4.8, 6, 7.2)),)
     for axis, (title, row, length, starts) in zip(axes, rows, strict=True):
         for start, step in ((0, 5), (1, 6)):
-            stretch(axis, 1, start, 1, f"{step}", "tab:green")
-        stretch(axis, 1, 2, 0.4, "", "tab:orange")
-        axis.text(2.2, 1.62, "copy", ha="center", color="tab:orange")
-        stretch(axis, row, 2.4, length, "write", "tab:red")
+            stretch(axis, 1, start, 1, f"{step}", step_color)
+        stretch(axis, 1, 2, 0.4, "", COLORS["copies"])
+        axis.text(2.2, 1, "copy", ha="center", va="center", rotation=90)
+        stretch(axis, row, 2.4, length, "write", write_color)
         for step, start in enumerate(starts, start=7):
             slower = 1.2 if start + 0.1 < 2.4 + length and row == 0 else 1
-            stretch(axis, 1, start, slower, f"{step}", "tab:green")
+            stretch(axis, 1, start, slower, f"{step}", step_color)
+        arrow(axis, (2, 1.55), (starts[0], 1.55), style="|-|")
+        axis.text(starts[0] + 0.1, 1.6, "training stands still", va="center")
         for text in axis.texts:
             text.set_size(12)
         axis.set_title(title, loc="left", size=13, weight="bold", family="monospace")

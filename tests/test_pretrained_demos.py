@@ -1,11 +1,10 @@
-"""The demos and the exercises of 13_sharded_checkpoints/pretrained_*.ipynb.
+"""The demos and the exercise of 12_fsdp/loading_a_model.ipynb.
 
 What the demos measure is asserted in the cells that run them.
 """
 
 import contextlib
 import gc
-import re
 import sys
 
 import nbformat
@@ -26,45 +25,17 @@ pytestmark = pytest.mark.ci
 
 harness.preloaded += TRANSFORMERS
 
-FOLDER = ROOT / first_with("sharded_checkpoints")
-NAMES = ("pretrained_model", "pretrained_mistakes")
-CELLS = {
-    name: nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells for name in NAMES
-}
-IMPORTS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-from nbtools import lesson
-"""
-NUMBERED = [("pretrained_model", n) for n in range(2)]
-NUMBERED += [("pretrained_mistakes", n) for n in range(3)]
+FOLDER = ROOT / first_with("shards")
+CELLS = nbformat.read(FOLDER / "loading_a_model.ipynb", as_version=4).cells
+SOLUTIONS = "demos/loading_solutions.py"
+IMPORTS = "from nbtools import lesson\n"
 
 
-# ---- the exercises -------------------------------------------------------------------
-def path_of_solutions(name):
-    return f"demos/{name.removesuffix('_model')}_solutions.py"
-
-
-def solutions(name):
-    """Return the imports of a notebook's solutions, and each solution."""
-    text = (FOLDER / path_of_solutions(name)).read_text()
-    return re.split(r"^# -+ exercise \d+ -+\n", text, flags=re.MULTILINE)
-
-
-def tagged(name, tag):
-    return [cell.source for cell in CELLS[name] if cell.metadata.get("tags") == [tag]]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_solutions_are_linked(name):
-    prose = [cell.source for cell in CELLS[name] if cell.cell_type == "markdown"]
-    assert f"]({path_of_solutions(name)})" in "\n".join(prose)
-    count = len([each for each, _ in NUMBERED if each == name])
-    assert len(tagged(name, "exercise")) == len(tagged(name, "check")) == count
-    assert len(solutions(name)) == 1 + count
+# ---- the exercise --------------------------------------------------------------------
+def tagged(tag):
+    """Return the source of the only cell with a tag."""
+    (source,) = [cell.source for cell in CELLS if cell.metadata.get("tags") == [tag]]
+    return source
 
 
 def say(program, path):
@@ -73,73 +44,38 @@ def say(program, path):
         exec(program, {})
 
 
-def said(name, answer, check, folder):
-    """Return the last line that a check prints after an answer.
-
-    In a fork, because a check may make a process group.
-    """
-    imports, *_ = solutions(name)
-    program = f"{IMPORTS}\n{imports}\n{answer}\n{check}"
+def said(answer, folder):
+    """Return the last line that the check prints after an answer; in a fork."""
+    program = f"{IMPORTS}{answer}\n{tagged('check')}"
     harness.call_in_forks(say, [(program, folder / "said")])
     return (folder / "said").read_text().splitlines()[-1]
 
 
-@pytest.mark.release  # as are these two notebooks
-@pytest.mark.parametrize("name, n", NUMBERED)
-def test_an_exercise_is_solved_by_its_solution_only(name, n, tmp_path):
-    check = tagged(name, "check")[n]
-    unsolved = said(name, tagged(name, "exercise")[n], check, tmp_path)
-    assert unsolved.startswith("Not solved yet: ")
-    assert said(name, solutions(name)[1 + n], check, tmp_path) == "Solved."
+@pytest.mark.release  # as is the notebook
+def test_the_exercise_is_solved_by_its_solution_only(tmp_path):
+    prose = [cell.source for cell in CELLS if cell.cell_type == "markdown"]
+    assert f"]({SOLUTIONS})" in "\n".join(prose)
+    assert said(tagged("exercise"), tmp_path).startswith("Not solved yet: ")
+    assert said((FOLDER / SOLUTIONS).read_text(), tmp_path) == "Solved."
 
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    "n, answer, reason",
+    "answer, reason",
     [
-        (0, "all_gathers = reduce_scatters = 35", "gathered in backward, too"),
-        (0, "all_gathers = reduce_scatters = 70", "some groups stay whole"),
-        (0, "all_gathers = reduce_scatters = 68", "one for each group"),
-        (1, "share = 0.99", "a weight of 0.02 does not change"),
-        (1, "share = 0.0", "the weights near zero do change"),
-        (1, "share = 0.31", "between -2**-8 and 2**-8"),
-        (1, "share = 15.5", "it is between 0 and 1"),
+        ("share = 0.99", "a weight of 0.02 does not change"),
+        ("share = 0.0", "the weights near zero do change"),
+        ("share = 0.31", "between -2**-8 and 2**-8"),
+        ("share = 15.5", "it is between 0 and 1"),
     ],
 )
-def test_a_wrong_answer_is_told_why(n, answer, reason, tmp_path):
-    name = "pretrained_model"
-    assert reason in said(name, answer, tagged(name, "check")[n], tmp_path)
+def test_a_wrong_answer_is_told_why(answer, reason, tmp_path):
+    assert reason in said(answer, tmp_path)
 
 
 def test_the_share_that_the_demo_prints_is_accepted(tmp_path):
     """14.5%, as the run after the exercise finds it."""
-    check = tagged("pretrained_model", "check")[1]
-    assert said("pretrained_model", "share = 0.145", check, tmp_path) == "Solved."
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "whole, part, reason",
-    [
-        (9.79, 9.79, "each rank evaluates all 64 sequences"),
-        (31.3, 3.9, "positions * vocabulary * 10 bytes"),
-        (78.28, 78.28, "each GPU trains on 64 / 8 sequences"),
-    ],
-)
-def test_a_wrong_number_of_bytes_is_told_why(whole, part, reason, tmp_path):
-    name = "pretrained_mistakes"
-    answer = f"gib_of_the_global_batch = {whole}\ngib_of_a_micro_batch = {part}"
-    assert reason in said(name, answer, tagged(name, "check")[1], tmp_path)
-
-
-def test_a_check_that_passes_zeros_is_no_solution(tmp_path):
-    """Frequencies of zero are what memory can hold after to_empty()."""
-    name = "pretrained_mistakes"
-    solution = solutions(name)[3]
-    without = solution.replace("buffer.is_floating_point() and not", "False and")
-    assert without != solution
-    reason = said(name, without, tagged(name, "check")[2], tmp_path)
-    assert "the buffer angles is full of 0.0" in reason
+    assert said("share = 0.145", tmp_path) == "Solved."
 
 
 # ---- the demos -----------------------------------------------------------------------
@@ -215,8 +151,7 @@ def test_rank_0_reads_files_whose_names_differ(tmp_path):
     "arguments, reason",
     [
         ("pretrained_memory.py {}", "there is no *.safetensors in {}"),
-        ("pretrained_choices.py moved {}", "there is no *.safetensors in {}"),
-        ("pretrained_choices.py move {}", "invalid choice: 'move'"),
+        ("small_updates.py {}", "there is no *.safetensors in {}"),
     ],
 )
 def test_bad_input_is_one_line(arguments, reason, tmp_path):

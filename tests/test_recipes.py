@@ -68,6 +68,7 @@ BREAKS = {
         "Expected to mark a variable ready only once",
     ),
     "bucket_by_length.py": Break("batch[self.rank :: self.world_size]", "batch"),
+    "checkpoint_checksums.py": Break("found[name] != checksums[name]", "False"),
     "class_weights.py": Break("dist.all_reduce(divisor)", "pass"),
     "comm_hook_bf16.py": Break("wrapped.register_comm_hook(None, hook)", "pass"),
     "contrastive_loss.py": Break(

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from common import checkpoint
+from nbtools import harness
+from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled_at_file
@@ -266,3 +268,42 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(
         named = f"--checkpoint-dir: no checkpoint in {run.checkpoint_dir} can be read"
         assert_one_error_line(one, named)
     assert run.files() == before
+
+
+# ---- saves in a thread ---------------------------------------------------------------
+FLAGS = "--device cpu --epochs 2 --text-file 11_gpt/train.py --sample 0 --dtype float64"
+
+
+def torchrun(folder, program, *flags, code=0):
+    """Run a program of the stage on two processes; return a Done."""
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", f"{STAGE}/{program}"]
+    return harness.run([*command, *flags], folder, code, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.release
+def test_a_kill_while_a_thread_saves(tmp_path):
+    """The folder keeps its dot, and a resumed run ends as one that was never killed.
+
+    Rank 1 is killed in the save of step 12, after it has trained to step 15.
+    """
+    flags = [*FLAGS.split(), "--checkpoint-every", "6"]
+    saved = tmp_path / "saved"
+    all_flags = [*flags, "--checkpoint-dir", saved]
+    torchrun(tmp_path, "demos/killed_in_the_thread.py", *all_flags, code=1)
+    checkpoints = {"step-000000006", "step-000000010"}
+    assert names(saved) == {*checkpoints, ".step-000000012.tmp", checkpoint.FLAGS}
+    program, out = "demos/asynchronous_saves.py", ("--out-dir", tmp_path / "resumed")
+    assert resumed_from(torchrun(tmp_path, program, *all_flags, *out).stdout) == [10]
+    assert names(saved) == {"step-000000018", "step-000000020", checkpoint.FLAGS}
+    torchrun(tmp_path, "train.py", *flags, "--out-dir", tmp_path / "whole")
+    last = [tmp_path / run / "last.pt" for run in ("resumed", "whole")]
+    assert max_abs_diff(*last) == 0
+
+
+@pytest.mark.release
+def test_one_group_for_saving_and_training_fails(tmp_path):
+    """With one of the messages that the notebook and docs/symptoms.md have."""
+    done = torchrun(tmp_path, "demos/one_group.py", code=None)
+    assert done.returncode
+    said = "gloo::EnforceNotMet|[Tt]imed out|timeout|closed by peer|reset by peer"
+    assert re.search(said, done.stderr)

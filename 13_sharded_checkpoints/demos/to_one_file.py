@@ -1,6 +1,6 @@
 """Read the weights of a sharded checkpoint in one process, and write them as one file.
 
-python 13_sharded_checkpoints/demos/to_one_file.py FOLDER FILE
+python 13_sharded_checkpoints/demos/to_one_file.py FOLDER FILE.pt|FILE.safetensors
 """
 
 import sys
@@ -17,4 +17,10 @@ weights = {
     if name.startswith(prefix)
 }
 dcp.load(weights, checkpoint_id=folder)  # fills these tensors, and reads nothing else
-torch.save({name.removeprefix(prefix): each for name, each in weights.items()}, file)
+weights = {name.removeprefix(prefix): each for name, each in weights.items()}
+if file.endswith(".safetensors"):
+    from safetensors.torch import save_file  # pip install safetensors
+
+    save_file(weights, file, metadata={"format": "pt"})
+else:
+    torch.save(weights, file)

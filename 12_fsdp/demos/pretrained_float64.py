@@ -1,7 +1,7 @@
 """Run a script in which the norm of a Llama computes in the dtype of its input.
 
 torchrun --standalone --nproc-per-node=2 \
-    13_sharded_checkpoints/demos/pretrained_float64.py \
+    12_fsdp/demos/pretrained_float64.py \
     your_own_script/hugging_face/fsdp.py FOLDER --dtype float64
 
 transformers computes it in float32, whatever the dtype of the model.

@@ -1,15 +1,8 @@
-"""Solutions of the exercises in pretrained_model.ipynb."""
+"""The solution of the exercise in loading_a_model.ipynb."""
 
 import math
 
 # ---- exercise 1 ----------------------------------------------------------------------
-# The blocks and the embedding are freed after forward, and gathered again in backward.
-# The head and the root are not freed.
-all_gathers = 2 * (32 + 1) + 1 + 1
-reduce_scatters = 32 + 1 + 1 + 1
-
-
-# ---- exercise 2 ----------------------------------------------------------------------
 # Between 2**e and 2**(e + 1) the numbers are 2**(e - 7) apart. A sum is rounded up from
 # half of that on, and 2**(e - 8) <= 1e-5 up to e = -9: for weights up to 2**-8. The
 # error function is the share of a normal distribution in such a range.

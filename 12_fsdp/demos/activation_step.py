@@ -1,7 +1,6 @@
 """Activation checkpointing: what is kept for backward, and what it costs.
 
-torchrun --standalone --nproc-per-node=2 \
-    13_sharded_checkpoints/demos/activation_step.py
+torchrun --standalone --nproc-per-node=2 12_fsdp/demos/activation_step.py
 """
 
 import gc

@@ -1,7 +1,6 @@
 """Measure the CPU memory that each rank needs to read a pretrained model, four ways.
 
-torchrun --standalone --nproc-per-node=4 \
-    13_sharded_checkpoints/demos/pretrained_memory.py FOLDER
+torchrun --standalone --nproc-per-node=4 12_fsdp/demos/pretrained_memory.py FOLDER
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What goes wrong with models made on the meta device; each function is a mistake.
 
-torchrun --standalone --nproc-per-node=2 13_sharded_checkpoints/demos/meta_mistakes.py
+torchrun --standalone --nproc-per-node=2 12_fsdp/demos/meta_mistakes.py
 """
 
 import gc
