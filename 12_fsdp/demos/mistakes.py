@@ -105,6 +105,10 @@ def late_optimizer():
     evaluate(model)
     assert report("after an evaluation", model, make_adamw(model)) == 48  # the same
 
+    model = shard(make(), reshard_after_forward=False)
+    evaluate(model)
+    assert report("  without resharding", model, make_adamw(model)) == 0  # the same
+
     model = shard(make())
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
     assert report("after fully_shard", model, make_adamw(model)) == 53

@@ -262,7 +262,7 @@ def adapters_after_fully_shard(folder):
     assert not train_adapters("get_peft_model after fully_shard", model)
 
 
-def adapters_before_fully_shard(folder):
+def adapters_before_fully_shard(folder):  # the cure
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     model = add_adapters(model)
     shard(model.get_base_model())
@@ -328,9 +328,8 @@ def saved_twice(folder):
 def from_pretrained_on_rank_0(folder):
     path = folder / "sharded"
     model = load(folder / "llama")
-    writer = dcp.HuggingFaceStorageWriter(
-        path, save_distributed=True
-    )  # a file per rank
+    # a file per rank
+    writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
     dcp.save(get_model_state_dict(model), storage_writer=writer)
     if dist.get_rank() == 0:
         model.config.save_pretrained(path)

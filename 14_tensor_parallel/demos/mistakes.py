@@ -442,7 +442,7 @@ def ddp_with_a_mesh():
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
     tell(f"parameters: {before} before the training, {after} after it")
     tell(f"clip_grad_norm_ says of the last gradient: {norm:.4f}")
-    assert (before, after, norm) == (29, 0, 0)
+    assert (before, after, norm, len(ddp.state_dict())) == (29, 0, 0, 0)
 
 
 # ---- dimensions_swapped --------------------------------------------------------------
