@@ -39,14 +39,3 @@ def pipeline_in_flight(schedule, processes, micro_batches, rank):
     # A process begins with as many forward passes as there are processes from it to the
     # end. Then one more backward pass is done before each forward pass.
     return processes - rank
-
-
-# ---- tensor_parallel_mistakes.ipynb, exercise 1 --------------------------------------
-# The gradient of a weight that is split counts once, that of a copy once per rank.
-mistakes_norm = (1.7794**2 + 4 * 3.0026**2) ** 0.5
-
-
-# ---- tensor_parallel_mistakes.ipynb, exercise 2 --------------------------------------
-def mistakes_rows_by_head(tensor, heads):
-    thirds = tensor.unflatten(0, (3, heads, -1))  # the rows of each head
-    return thirds.transpose(0, 1).flatten(0, 2)

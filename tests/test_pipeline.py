@@ -1,4 +1,4 @@
-"""A pipeline trains as one process does, and its mistakes do what stage 14 says."""
+"""The pipeline of 14_tensor_parallel/pipeline_parallel.ipynb trains as one process."""
 
 import itertools
 import re
@@ -211,8 +211,6 @@ def test_bad_input_is_one_line(processes, flags, reason, saved):
             "--micro-batches 3",
             "3 is not a multiple of 2 processes",
         ),
-        ("pipeline_mistakes.py", "", "name one or more of the mistakes: uneven, "),
-        ("pipeline_mistakes.py", "norm none", "name one or more of the mistakes: "),
     ],
 )
 def test_bad_input_of_the_other_programs_is_one_line(program, flags, reason):
@@ -334,130 +332,6 @@ def test_what_a_process_sends():
     blocks = sum(weight.nbytes for weight in model.blocks.parameters())
     # gathered for forward, blocks again for backward, and gradients scattered
     assert sent["FSDP"] == (2 * weights + blocks) // 2
-
-
-# ---- what goes wrong -----------------------------------------------------------------
-CLOSED = "Connection closed by peer|Connection reset by peer"
-RAISED = {
-    "uneven": [CLOSED, r"Expected input batch_size \(96\) to match target .* \(64\)"],
-    "smaller": [CLOSED, r"Expected input batch_size \(192\) .* batch_size \(96\)"],
-    "few": [r"Number of microbatches \(1\) must be .* the number of stages \(2\)"] * 2,
-    "no_targets": [CLOSED, "Stage 1: loss_fn and target required for"],
-    "no_inputs": [r"Part.forward\(\) missing 1 required positional", CLOSED],
-    "alone": [CLOSED, "Timed out waiting 10000ms for recv|Application timeout caused"],
-    "groups": ["KeyError: 'betas'", CLOSED],
-}
-
-
-@pytest.mark.parametrize("mistake", RAISED)
-def test_a_mistake_raises_what_the_notebook_shows(mistake):
-    done = run("pipeline_mistakes.py", 2, mistake, code=None)
-    assert [rank.returncode for rank in done.ranks] == [1, 1]
-    for rank, pattern in zip(done.ranks, RAISED[mistake], strict=True):
-        assert re.search(pattern, rank.stderr), rank.stderr
-
-
-@pytest.mark.release
-def test_debugging_names_the_shape_that_is_wrong():
-    # not in forks, because torch reads the variable when it is imported
-    launcher = "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun --standalone --nproc-per-node=2"
-    program = [DEMOS / "pipeline_mistakes.py", "uneven"]
-    done = harness.run([*launcher.split(), *program], code=1)
-    says = "Stage 0 forward inputs[0]: shape mismatch: torch.Size([3, 32]) vs torch"
-    assert says in done.stderr
-
-
-SILENT = ("norm", "divided", "twice", "padded", "sampler", "outputs", "tied", "whole")
-
-
-@pytest.fixture(scope="module")
-def silent():
-    """Return {mistake: the lines that it prints}."""
-    printed = run("pipeline_mistakes.py", 2, *SILENT).stdout
-    _, *parts = re.split(r"^== (\w+)\n", printed, flags=re.MULTILINE)
-    found = dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))
-    assert tuple(found) == SILENT
-    return found
-
-
-def numbers(lines):
-    """Return the number at the end of each line that ends with one."""
-    ends = [line.split()[-1].replace(",", "") for line in lines]
-    return [float(end) for end in ends if re.fullmatch(r"\d+(\.\d+)?(e[+-]\d+)?", end)]
-
-
-def losses(lines):
-    """Return the first and the last loss of each training."""
-    pairs = re.findall(r"the loss falls from (\S+) to (\S+)", "\n".join(lines))
-    return [(float(first), float(last)) for first, last in pairs]
-
-
-@pytest.mark.release
-def test_a_norm_of_its_own_gives_other_weights(silent):
-    wrong, *own, right, one, other = numbers(silent["norm"])
-    assert len(own) == 2 and min(own) > 1e-3
-    assert max(one, other) <= pipeline.TOLERANCE
-    assert wrong != right
-    for first, last in losses(silent["norm"]):
-        assert last < first - 0.5
-
-
-@pytest.mark.release
-def test_a_divided_loss_divides_the_gradient_again(silent):
-    divided, right = numbers(silent["divided"])
-    assert right == pytest.approx(4 * divided, rel=1e-3)
-
-
-@pytest.mark.release
-def test_a_second_step_or_an_evaluation_divides_the_first_gradient_again(silent):
-    found = numbers(silent["twice"])
-    assert min(found[:2]) > 1e-2
-    assert len(found) == 6 and max(found[2:]) <= pipeline.TOLERANCE
-
-
-@pytest.mark.release
-def test_a_mean_of_means_is_wrong_if_some_targets_do_not_count(silent):
-    one, *of_pipelines = re.findall(r"loss (\d\S+\d)", "\n".join(silent["padded"]))
-    assert of_pipelines[0] != one == of_pipelines[1]
-    *wrong, right, same = numbers(silent["padded"])[1:]
-    assert len(wrong) == 2 and min(wrong) > 1e-3
-    assert max(right, same) <= pipeline.TOLERANCE
-
-
-@pytest.mark.release
-def test_a_sampler_of_each_rank_separates_inputs_from_targets(silent):
-    shown = [line.partition("sequences ")[2] for line in silent["sampler"]]
-    one, other, same, again = filter(None, shown)
-    assert one != other and same == again
-    (_, wrong), (_, right) = losses(silent["sampler"])
-    assert right + 0.2 < wrong < 4  # of 256 tokens, log 256 = 5.5
-
-
-@pytest.mark.release
-def test_outputs_are_kept_unless_told_otherwise(silent):
-    logits = 24 * 32 * 256 * 8
-    activations = logits // 4  # a quarter of the width
-    step = [0, logits, 0, 0]  # by default, and without outputs
-    keeps = [activations, logits]  # eval, with and without; then the program's evaluate
-    assert numbers(silent["outputs"]) == [*step, *keeps, *keeps, 0, 0]
-
-
-@pytest.mark.release
-def test_tied_weights_move_apart_unless_their_gradients_are_added_up(silent):
-    _, apart, *others, _, together, one, other = numbers(silent["tied"])
-    assert len(others) == 2 and min(apart, *others) > 1e-2
-    assert together == 0
-    assert max(one, other) <= pipeline.TOLERANCE
-    for first, last in losses(silent["tied"]):
-        assert last < first - 0.5
-
-
-@pytest.mark.release
-def test_a_full_state_dict_has_the_own_weights_only(silent):
-    assert silent["whole"] == [
-        "  process 0: 26 weights, tokens.weight is the first",
-        "  process 1: 27 weights, blocks.2.norm1.weight is the first",
-    ]
 
 
 # ---- the exercises -------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""What goes wrong with a pipeline; the arguments name the mistakes to make.
+"""Mistakes with a pipeline that raise no error, or blame the wrong thing.
 
 torchrun --standalone --nproc-per-node=2 \
     14_tensor_parallel/demos/pipeline_mistakes.py norm twice
 
-All of them run on two processes, on the CPU, in float64.
+All of them run on two processes, on the CPU, in float64. Each asserts what it shows.
 """
 
 import sys
 import tempfile
 from datetime import timedelta
-from pathlib import Path
 
 import pipeline
 import torch
@@ -25,8 +24,8 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
+from common import launch
 from common import text
-from common.args import fail
 from common.loader import collate
 
 CPU = torch.device("cpu")
@@ -118,11 +117,6 @@ def gradient(model, part=None):
     return torch.cat([weights[name].grad.flatten() for name in names])
 
 
-def largest(difference):
-    """Return the largest of a tensor's absolute values, as text."""
-    return f"{difference.abs().max():.1e}"
-
-
 def difference(part, tied=False):
     """Return how far the weights of a part are from those trained in one process."""
     model = make_model(tied)
@@ -144,61 +138,54 @@ def tell(line):
 
 
 def tell_each(line):
-    """Print the lines of all processes, in order."""
+    """Print the lines of all processes, in order, and return them."""
     lines = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line)
     for rank, each in enumerate(lines):
         tell(f"  process {rank}: {each}")
+    return lines
 
 
-# ---- with an error -------------------------------------------------------------------
-def uneven():
-    part, _, schedule = make(micro_batches=4)
-    go(part, schedule, get_batch(batch_size=10))  # the mistake
+def tell_most(name, number):
+    """Print the largest of all processes' numbers, and return it."""
+    numbers = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    most = max(numbers)
+    tell(f"{name} {most:.4f}" if most > 1e-10 else f"{name} less than 1e-10")
+    return most
 
 
-def smaller():
-    part, _, schedule = make(micro_batches=4)
-    go(part, schedule, get_batch(batch_size=24))
-    tell("the batch of 24 is done")
-    go(part, schedule, get_batch(batch_size=12))  # the mistake
+def tell_largest(name, difference):
+    """Print the largest absolute value in all processes' tensors, and return it."""
+    return tell_most(f"{name}: largest difference", difference.abs().max().item())
 
 
-def few():
-    make(micro_batches=1)  # the mistake
+def tell_kept(call, stage):
+    """Print how many bytes of outputs the last process keeps, and return it."""
+    outputs = [*stage.output_chunks]
+    for cached, _ in stage.fwd_cache.values():
+        outputs += cached
+    sizes = {output.data_ptr(): output.nbytes for output in outputs}
+    kept = [None] * dist.get_world_size()
+    dist.all_gather_object(kept, sum(sizes.values()))
+    tell(f"{call}: the last process keeps {kept[-1]:,} bytes of outputs")
+    return kept[-1]
 
 
-def no_targets():
-    part, _, schedule = make()
+def get_padded():
+    """Return a batch in which sequence n ends with n targets that do not count."""
     inputs, targets = get_batch()
-    if part.is_first:
-        schedule.step(inputs, target=targets)  # the mistake
-    else:
-        schedule.step()
+    for number, row in enumerate(targets):
+        row[len(row) - number :] = -100  # what cross_entropy ignores
+    return inputs, targets
 
 
-def no_inputs():
-    part, _, schedule = make()
-    inputs, targets = get_batch()
-    if part.is_first:
-        schedule.step()
-    else:
-        schedule.step(inputs, target=targets)  # the mistake
+def shared_weight(part):
+    """Return the weight that the embedding and the head would share."""
+    return part.tokens.weight if part.is_first else part.head.weight
 
 
-def alone():
-    # a process waits 10 seconds for another
-    part, _, schedule = make(group=dist.new_group(timeout=timedelta(seconds=10)))
-    go(part, schedule, get_batch(0))
-    tell("the step is done")
-    _, targets = get_batch(1)
-    if part.is_last:
-        with torch.no_grad():
-            schedule.eval(target=targets)  # the mistake
-    dist.barrier()
-
-
-# ---- without an error ----------------------------------------------------------------
+# ---- norm ----------------------------------------------------------------------------
 def clip_own(part):
     nn.utils.clip_grad_norm_(part.parameters(), max_norm=1.0)  # the mistake
 
@@ -209,22 +196,26 @@ def norm():
         optimizer = pipeline.make_optimizer(part)
         first, last = train(part, schedule, optimizer, get_batches(), clipping)
         tell(f"{clipping.__name__}: the loss falls from {first:.4f} to {last:.4f}")
-        tell("from one process, the weights differ by")
-        tell_each(f"{difference(part):.1e}")
+        off = tell_most("    from one process, the weights differ by", difference(part))
+        assert off > 1e-3 if clipping is clip_own else off <= 1e-10
 
 
+# ---- divided -------------------------------------------------------------------------
 def divided_loss(outputs, targets):
     return pipeline.loss_fn(outputs, targets) / 4  # the mistake
 
 
 def divided():
+    norms = []
     for loss_fn in (divided_loss, pipeline.loss_fn):
         part, _, schedule = make(loss_fn=loss_fn)
         go(part, schedule, get_batch())
-        norm = total_norm([weight.grad for weight in part.parameters()])
-        tell(f"{loss_fn.__name__}: norm of the gradient {norm:.4f}")
+        norms.append(total_norm([weight.grad for weight in part.parameters()]).item())
+        tell(f"{loss_fn.__name__}: norm of the gradient {norms[-1]:.4f}")
+    assert abs(4 * norms[0] / norms[1] - 1) < 1e-10
 
 
+# ---- twice ---------------------------------------------------------------------------
 def twice():
     part, stage, schedule = make()
 
@@ -236,24 +227,15 @@ def twice():
 
     first, second = run(0), run(1)
     both = run(0, 1)  # the mistake
-    tell("after two steps, the gradient differs from first + second by")
-    tell_each(largest(both - (first + second)))
-    tell("and from first / 4 + second by")
-    tell_each(largest(both - (first / 4 + second)))
+    assert tell_largest("from first + second", both - (first + second)) > 1e-2
+    assert tell_largest("from first / 4 + second", both - (first / 4 + second)) < 1e-10
     run(0)
     pipeline.evaluate(part, stage, schedule, *get_batch(1))  # the mistake
-    tell("after a step and an evaluation, it differs from first / 4 by")
-    tell_each(largest(gradient(part) - first / 4))
+    off = gradient(part) - first / 4
+    assert tell_largest("after an evaluation, from first / 4", off) < 1e-10
 
 
-def get_padded():
-    """Return a batch in which sequence n ends with n targets that do not count."""
-    inputs, targets = get_batch()
-    for number, row in enumerate(targets):
-        row[len(row) - number :] = -100  # what cross_entropy ignores
-    return inputs, targets
-
-
+# ---- padded --------------------------------------------------------------------------
 def share_of_loss(outputs, targets, tokens):
     """Return the sum over a micro-batch, divided by the tokens of the whole batch."""
     outputs, targets = outputs.flatten(0, 1), targets.flatten()
@@ -261,7 +243,7 @@ def share_of_loss(outputs, targets, tokens):
 
 
 def padded():
-    inputs, targets = get_padded()
+    inputs, targets = get_padded()  # sequence n ends with n targets of -100
     model = make_model()
     loss = pipeline.loss_fn(model(inputs), targets)
     loss.backward()
@@ -270,21 +252,24 @@ def padded():
     part, _, schedule = make()  # the mistake
     losses = []
     go(part, schedule, (inputs, targets), losses=losses)
-    tell(f"loss_fn: loss {on_all(part, losses):.4f}, the gradient differs by")
-    tell_each(largest(gradient(part) - gradient(model, part)))
+    tell(f"loss_fn: loss {on_all(part, losses):.4f}")
+    off = gradient(part) - gradient(model, part)
+    assert tell_largest("    its gradient, from that of one process", off) > 1e-3
 
     part, _, schedule = make(loss_fn=share_of_loss, scale_grads=False)
     losses, tokens = [], (targets != -100).sum()
     go(part, schedule, (inputs, targets), losses=losses, loss_kwargs={"tokens": tokens})
-    loss = 4 * on_all(part, losses)  # the sum over the micro-batches
-    tell(f"share_of_loss: loss {loss:.4f}, the gradient differs by")
-    tell_each(largest(gradient(part) - gradient(model, part)))
+    tell(f"share_of_loss: loss {4 * on_all(part, losses):.4f}")  # the sum of the shares
+    off = gradient(part) - gradient(model, part)
+    assert tell_largest("    its gradient, from that of one process", off) < 1e-10
 
 
+# ---- sampler -------------------------------------------------------------------------
 def sampler():
     windows, _ = text.load(None, context_length=32)
     by_rank = DistributedSampler(windows)  # the mistake
     the_same = DistributedSampler(windows, num_replicas=1, rank=0)
+    lasts = []
     for name, sampler in {"by rank": by_rank, "the same": the_same}.items():
         loader = DataLoader(windows, 24, sampler=sampler, collate_fn=collate)
         batches = [batch for _, batch in zip(range(40), loader, strict=False)]
@@ -293,40 +278,29 @@ def sampler():
         first, last = train(part, schedule, optimizer, batches)
         tell(f"{name}: in 40 steps, the loss falls from {first:.4f} to {last:.4f}")
         tell_each(f"sequences {', '.join(map(str, list(sampler)[:4]))}, ...")
+        lasts.append(last)
+    assert lasts[0] > lasts[1] + 0.2
 
 
-def tell_kept(call, stage):
-    """Print what the processes keep after a call."""
-    outputs = [*stage.output_chunks]
-    for cached, _ in stage.fwd_cache.values():
-        outputs += cached
-    sizes = {output.data_ptr(): output.nbytes for output in outputs}
-    tell(f"{call}: bytes of outputs that are kept")
-    tell_each(f"{sum(sizes.values()):,}")
-
-
+# ---- outputs -------------------------------------------------------------------------
 def outputs():
     for keep in (True, False):  # True is the default, and the mistake
         part, stage, schedule = make()
         go(part, schedule, get_batch(), return_outputs=keep)
-        tell_kept(f"step, return_outputs={keep}", stage)
+        kept = tell_kept(f"step, return_outputs={keep}", stage)
+        assert kept == (24 * 32 * 256 * 8 if keep else 0)
     inputs, targets = get_batch()
-    for keep in (True, False):
-        with torch.no_grad():
-            if part.is_first:
-                schedule.eval(inputs, return_outputs=keep)
-            else:
-                schedule.eval(target=targets, return_outputs=keep)
-        tell_kept(f"eval, return_outputs={keep}", stage)
-    pipeline.evaluate(part, stage, schedule, inputs, targets)
-    tell_kept("evaluate", stage)
+    with torch.no_grad():
+        if part.is_first:
+            schedule.eval(inputs, return_outputs=False)
+        else:
+            schedule.eval(target=targets, return_outputs=False)
+    assert tell_kept("eval, return_outputs=False", stage)
+    stage.clear_runtime_states()  # the cure
+    assert tell_kept("clear_runtime_states", stage) == 0
 
 
-def shared_weight(part):
-    """Return the weight that the embedding and the head would share."""
-    return part.tokens.weight if part.is_first else part.head.weight
-
-
+# ---- tied ----------------------------------------------------------------------------
 def add_up_and_clip(part):
     # Both parts of its gradient. With more than two processes this needs a group of the
     # first and the last.
@@ -345,72 +319,97 @@ def tied():
         optimizer = pipeline.make_optimizer(part)
         first, last = train(part, schedule, optimizer, get_batches(), clipping)
         tell(f"{clipping.__name__}: the loss falls from {first:.4f} to {last:.4f}")
-        weights = [torch.empty(256, 64, dtype=torch.float64) for _ in range(2)]
-        dist.all_gather(weights, shared_weight(part).detach())
-        apart = (weights[0] - weights[1]).abs().max()
-        tell(f"embedding and head differ by {apart:.1e}")
-        tell("from one process, the weights differ by")
-        tell_each(f"{difference(part, tied=True):.1e}")
+        off = difference(part, tied=True)
+        off = tell_most("    from one process, the weights differ by", off)
+        assert off > 1e-2 if clipping is clip else off <= 1e-10
 
 
-# ---- checkpoints ---------------------------------------------------------------------
+# ---- whole ---------------------------------------------------------------------------
 def whole():
     part, _, _ = make()
     options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(part, options=options)  # the mistake
     tell_each(f"{len(weights)} weights, {next(iter(weights))} is the first")
+    assert len(weights) == (26 if part.is_first else 27)
 
 
-def resume(options, folder):
-    """Save after three steps, load into a fresh part, and train to the end."""
-    part, _, schedule = make()
-    optimizer = pipeline.make_optimizer(part)
-    train(part, schedule, optimizer, get_batches()[:3])
-    model_state, optimizer_state = get_state_dict(part, optimizer, options=options)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.save(state, checkpoint_id=folder)
-
-    part, _, schedule = make()
-    optimizer = pipeline.make_optimizer(part)
-    model_state, optimizer_state = get_state_dict(part, optimizer, options=options)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        part,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
-    train(part, schedule, optimizer, get_batches(3))
-    tell("from one process, the weights differ by")
-    tell_each(f"{difference(part):.1e}")
-
-
+# ---- groups --------------------------------------------------------------------------
 def groups():
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders)  # process 0's, for both
-        resume(pipeline.FLAT, Path(folders[0], "flat"))
-        resume(StateDictOptions(), Path(folders[0], "lists"))  # the mistake
+        for name, options in (("flat", flat), ("lists", StateDictOptions())):
+            tell(f"{name}:")  # lists are the default, and the mistake
+            said = tell_each(save_and_load(f"{folders[0]}/{name}", options))
+        assert said == ["KeyError: 'betas'", "the optimizer steps"]
+
+
+def save_and_load(folder, options):
+    """Return what the optimizer's next step says."""
+    part, _, schedule = make()
+    optimizer = pipeline.make_optimizer(part)
+    train(part, schedule, optimizer, get_batches()[:1])
+    weights, state = get_state_dict(part, optimizer, options=options)
+    saved = {"model": weights, "optimizer": state}
+    dcp.save(saved, checkpoint_id=folder)
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(
+        part,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+        options=options,
+    )
+    try:
+        optimizer.step()
+        return "the optimizer steps"
+    except KeyError as error:
+        return f"KeyError: {error}"
+
+
+# ---- uneven --------------------------------------------------------------------------
+def uneven():
+    part, _, schedule = make(micro_batches=4, group=make_impatient_group())
+    try:
+        go(part, schedule, get_batch(batch_size=10))  # the mistake
+    except (ValueError, RuntimeError) as error:
+        if "shape" in str(error) or "size" in str(error):  # not that of waiting
+            tell_now(error)
+    dist.barrier()
+
+
+# ---- alone ---------------------------------------------------------------------------
+def alone():
+    part, _, schedule = make(group=make_impatient_group())
+    go(part, schedule, get_batch(0))
+    _, targets = get_batch(1)
+    try:
+        if part.is_last:
+            schedule.eval(target=targets)  # the mistake
+    except RuntimeError as error:
+        tell_now(error)
+    dist.barrier()
+
+
+# ---- what these two use --------------------------------------------------------------
+def make_impatient_group():
+    """Return a group in which a process waits 5 seconds for another one."""
+    return dist.new_group(timeout=timedelta(seconds=5))
+
+
+def tell_now(error):
+    """Print an error of this process alone."""
+    text = f"{type(error).__name__}: {error}"
+    print(f"process {dist.get_rank()}: {text}", flush=True)
 
 
 # ---- the run -------------------------------------------------------------------------
-WITH_AN_ERROR = (uneven, smaller, few, no_targets, no_inputs, alone, groups)
-SILENT = (norm, divided, twice, padded, sampler, outputs, tied, whole)
-MISTAKES = {mistake.__name__: mistake for mistake in (*WITH_AN_ERROR, *SILENT)}
-
-
 def main():
-    names = sys.argv[1:]
-    if not names or not set(names) <= set(MISTAKES):
-        fail(f"name one or more of the mistakes: {', '.join(MISTAKES)}")
+    launch.check()
     dist.init_process_group("gloo")
-    dist.barrier()  # otherwise a mistake of one can break the start of the other
-    for name in names:
-        if len(names) > 1:
-            tell(f"== {name}")
-        MISTAKES[name]()
+    for name in sys.argv[1:]:
+        globals()[name]()
     dist.destroy_process_group()
 
 
