@@ -7,6 +7,7 @@ from nbtools.drawing import box
 from nbtools.drawing import canvas
 
 
+@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def allocation_step_task():
     """Draw a Slurm job on two nodes, with the tasks of one step, ranks and GPUs."""
     axis = canvas(4, (-0.3, 10.3), (-1.5, 4.2))
@@ -28,74 +29,75 @@ def allocation_step_task():
             arrow(axis, (center, 0.42), (center, -0.45))
             box(axis, center, -0.75, f"GPU {local}", "tab:gray")
     step = {"fill": True, "fc": "tab:blue", "alpha": 0.12}
-    frame(0.5, 0.3, 9, 1.9, "job step: the tasks that one srun starts", "navy", **step)
+    frame(0.5, 0.3, 9, 1.9, "job step: what one srun starts", "navy", **step)
     box(axis, 3.2, 3, "batch script: srun ...", "tab:orange")
     arrow(axis, (3.2, 2.72), (3.2, 2.2))
     plt.show()
 
 
+@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def lines_of_a_job_file():
     """Draw which line of a job file runs where, and SLURM_PROCID in each place."""
-    axis = canvas(4.4, (0, 12), (0.4, 6.3))
-    style = {"ha": "center", "va": "center", "fontsize": 12}
+    axis = canvas(4.4, (-0.2, 14.4), (0.4, 6.3))
+    style = {"ha": "center", "va": "center"}
     columns = [
-        (0.1, 3.3, "login node", "tab:gray", "is not set"),
-        (3.65, 4.5, "batch script:\nonce, on node1", "tab:orange", "is 0"),
-        (8.4, 3.5, "tasks:\non both nodes", "tab:green", "is 0, 1, 2, 3"),
+        (0, 2.9, "login node", "tab:gray", "is not set"),
+        (5, 4.2, "batch script:\nonce, on node1", "tab:orange", "is 0"),
+        (10.2, 4.2, "tasks:\non both nodes", "tab:green", "is 0, 1, 2, 3"),
     ]
     for x, width, title, color, number in columns:
         axis.add_patch(plt.Rectangle((x, 1.7), width, 3.5, color=color, alpha=0.13))
         middle = x + width / 2
         axis.text(middle, 5.8, title, weight="bold", color=color, **style)
         axis.text(middle, 1, f"SLURM_PROCID\n{number}", **style)
-    code = {**style, "family": "monospace", "fontsize": 11}
-    axis.text(1.75, 4.6, "sbatch job.sbatch", **code)
-    axis.text(1.75, 3.4, "reads the lines\nwith #SBATCH", **style)
-    axis.text(5.9, 4.6, "MASTER_ADDR=...", **code)
-    axis.text(5.9, 3.5, "export MASTER_ADDR", **code)
-    axis.text(5.9, 2.4, "srun python train.py", **code)
+    code = {**style, "family": "monospace"}
+    axis.text(1.45, 4.6, "sbatch\njob.sbatch", **code)
+    axis.text(1.45, 2.9, "reads the lines\nwith #SBATCH", **style)
+    box(axis, 3.95, 2.9, "queue", "tab:blue")
+    axis.text(7.1, 4.6, "MASTER_ADDR=...", **code)
+    axis.text(7.1, 3.5, "export ...", **code)
+    axis.text(7.1, 2.4, "srun python ...", **code)
     for n in range(4):
-        axis.text(10.2, 4.6 - 0.73 * n, "python train.py", **code)
-    arrow(axis, (3.1, 3.4), (3.9, 3.4))
-    arrow(axis, (7.8, 2.4), (8.6, 2.4))
+        where = f"python ...  node{1 + n // 2}"
+        axis.text(12.3, 4.6 - 0.73 * n, where, **code)
+    arrow(axis, (2.8, 2.9), (3.4, 2.9))
+    arrow(axis, (4.5, 2.9), (5.1, 2.9))
+    arrow(axis, (9, 2.4), (10.3, 2.4))
     plt.show()
 
 
+@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def when_a_run_hangs():
     """Draw the questions to ask about a run that hangs, and where each answer leads."""
-    axis = canvas(7.6, (0, 12), (-0.6, 8.8))
+    axis = canvas(6.6, (0, 12), (0.9, 8.8))
     questions = [
         (
-            "Does the first step end?",
-            "1",
+            "1. Does the first step end?",
             "the ranks do not find each other:\naddress, port; with NCCL also 4",
         ),
         (
-            "Is every rank in a collective?",
-            "2",
+            "2. Is every rank in a collective?",
             "look at the rank that is not:\nit keeps the others waiting",
         ),
-        ("Is it the same collective?", "3", "a branch that\nnot all ranks take"),
+        ("3. Is it the same collective?", "a branch that\nnot all ranks take"),
         (
-            "Does the smoke test run\non these nodes?",
-            "4",
+            "4. Does the smoke test run\non these nodes?",
             "the network, or the links\nbetween a node's GPUs",
         ),
     ]
-    for n, (question, section, answer) in enumerate(questions):
+    for n, (question, answer) in enumerate(questions):
         y = 8 - 2 * n
         box(axis, 2.7, y, question, "tab:blue")
-        box(axis, 9.4, y, answer, "tab:orange")
-        axis.text(6.9, y, section, weight="bold", size=15, ha="center", va="center")
-        arrow(axis, (5, y), (6.5, y))
-        axis.text(5.7, y + 0.2, "no", ha="center", color="tab:red")
-        arrow(axis, (2.7, y - 0.55), (2.7, y - 1.4))
-        axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
-    axis.text(0.6, 0, "5", weight="bold", size=15, ha="center", va="center")
-    box(axis, 2.9, 0, "what NCCL leaves behind", "tab:orange")
+        box(axis, 9, y, answer, "tab:orange")
+        arrow(axis, (5.2, y), (6.5, y))
+        axis.text(5.8, y + 0.2, "no", ha="center", color="tab:red")
+        if question is not questions[-1][0]:
+            arrow(axis, (2.7, y - 0.55), (2.7, y - 1.4))
+            axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
     plt.show()
 
 
+@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def a_rank_that_does_not_come():
     """Draw two ranks, one of which does not come to the all-reduce of step 4."""
     axis = canvas(3, (-1.6, 12.4), (-1.1, 2.6))
@@ -118,34 +120,4 @@ def a_rank_that_does_not_come():
     arrow(axis, (9.3, 1.05), (9.5, 0.35), "tab:red")
     axis.text(9.6, 0, "killed by srun,\nwithout an error", ha="left", va="center")
     axis.text(4.5, -0.85, "time (drawn, not measured)", **style)
-    plt.show()
-
-
-def one_turn_of_a_job():
-    """Draw the last minutes of a job with a time limit of four hours."""
-    axis = canvas(4.4, (-2.6, 12.6), (-1.3, 4.7))
-    style = {"ha": "center", "va": "center"}
-    rows = {"Slurm": 3.4, "batch script": 2, "ranks": 0.6}
-    for name, y in rows.items():
-        axis.text(-0.4, y, name, ha="right", va="center", weight="bold")
-    for x, text in ((0, "0:00"), (4.4, "3:54"), (10, "4:00"), (12, "4:00:30")):
-        axis.plot([x, x], [-0.35, 4.3], ":", color="gray", lw=1)
-        axis.text(x, -0.75, text, **style)
-    axis.barh(rows["ranks"], 4.8, 0.8, 0, color="tab:green", alpha=0.45)
-    axis.text(2.4, rows["ranks"], "train", **style)
-    axis.barh(rows["batch script"], 4.4, 0.8, 0, color="tab:gray", alpha=0.3)
-    axis.text(2.2, rows["batch script"], "waits for srun", **style)
-    box(axis, 4.4, rows["Slurm"], "USR1", "tab:red")
-    arrow(axis, (4.4, 3), (4.4, 2.5), "tab:red")
-    axis.text(4.6, 1.4, "TERM", color="tab:red", va="center")
-    arrow(axis, (4.4, 1.7), (4.5, 1.1), "tab:red")
-    axis.barh(rows["ranks"], 1.6, 0.8, 4.85, color="tab:orange", alpha=0.5)
-    axis.text(5.65, rows["ranks"], "save", **style)
-    arrow(axis, (6.5, 1), (6.9, 1.6))
-    box(axis, 7.4, rows["batch script"], "requeue", "tab:orange")
-    arrow(axis, (7.5, 2.4), (7.6, 3))
-    box(axis, 7.9, rows["Slurm"], "PENDING", "tab:blue")
-    box(axis, 10, rows["Slurm"], "TERM", "tab:red")
-    box(axis, 12, rows["Slurm"], "KILL", "tab:red")
-    axis.text(11, 2.2, "only if\nsomething\nstill runs", color="tab:red", **style)
     plt.show()

@@ -8,10 +8,10 @@ predicted = [0, 0, 0, 0]
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-# --batch-size is the global batch, so it stays. --nodes=2 stands in the file already.
+# --batch-size is the global batch, so it stays.
 command = (
-    "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8"
-    " 06_slurm/first_job.sbatch --batch-size 256"
+    "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=16"
+    " 06_slurm/job.sbatch --batch-size 256"
 )
 
 

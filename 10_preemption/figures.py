@@ -8,20 +8,28 @@ from nbtools.drawing import canvas
 
 
 def asked_after_a_step():
-    """Draw two ranks that agree after a step that one of them has received a signal."""
-    axis = canvas(2.9, (-1.3, 8.6), (-0.9, 2.5))
-    for rank, y in ((0, 1.5), (1, 0)):
-        axis.text(-0.5, y, f"rank {rank}", ha="right", va="center", weight="bold")
-        box(axis, 1, y, "       step 36       ")
-        box(axis, 6.6, y, "save" if rank == 0 else "wait", "tab:orange")
-        arrow(axis, (2.4, y), (5.9, y))
-    axis.plot(1, -0.4, "^", color="tab:red", ms=9)
-    axis.text(1, -0.8, "SIGTERM", color="tab:red", ha="center")
-    arrow(axis, (4, 0.1), (4, 1.4), "tab:red", "<->")
-    text = "all-reduce: 0 + 1 signals,\nso all stop here"
-    axis.text(4, 2.0, text, ha="center", color="tab:red")
+    """Draw two ranks of which one gets a signal: each alone, and asking each other."""
+    axis = canvas(5.4, (-1.5, 10.6), (-0.9, 6.6))
+    signal = "tab:red"
+    for low, title in ((3.7, "each rank looks at its own signals"), (0, "they ask")):
+        axis.text(-1.4, low + 2.3, title, weight="bold")
+        for rank, y in ((0, low + 1.4), (1, low)):
+            axis.text(-0.5, y, f"rank {rank}", ha="right", va="center")
+            box(axis, 1, y, "    step 36    ")
+        axis.plot(1, low - 0.4, "^", color=signal, ms=9)
+        axis.text(1, low - 0.8, "SIGTERM", color=signal, ha="center")
+    box(axis, 4.1, 5.1, "    step 37    ")
+    axis.text(5.6, 5.1, "its gradients wait for rank 1's", color=signal, va="center")
+    box(axis, 4.1, 3.7, "stops", "tab:orange")
+    axis.text(5.6, 3.7, "waits for the checkpoint", color=signal, va="center")
+    for y, text in ((1.4, "save"), (0, "wait")):
+        box(axis, 6.6, y, text, "tab:orange")
+        arrow(axis, (2.3, y), (5.9, y))
+    arrow(axis, (4, 0.1), (4, 1.3), signal, "<->")
+    text = "all-reduce: 0 + 1 signals,\nso both stop here"
+    axis.text(7.5, 0.7, text, va="center", color=signal)
     for text in axis.texts:
-        text.set_size(14)
+        text.set_size(13)
     plt.show()
 
 
@@ -38,8 +46,10 @@ def from_the_signal_to_the_next_start():
         axis.plot([4.4, 4.4], [low - 0.3, low + 0.3], color=stop, lw=1)
         axis.text(4.4, low - 0.65, "all ranks agree", color=stop, ha="center")
         axis.text(7.7, low, "exit 143", ha="center", va="center")
-        axis.plot([2.3, 7.5], [low + 1, low + 1], ":", color="gray")
-        axis.text(5, low + 1.1, "waits until srun has ended", color="gray", ha="center")
+        axis.plot([2.3, 7.1], [low + 1, low + 1], ":", color="gray")
+        axis.text(
+            4.7, low + 1.1, "waits until srun has ended", color="gray", ha="center"
+        )
         arrow(axis, (7.6, low + 0.2), (7.9, low + 0.7))
         for x, text in ((9.1, "PENDING"), (11, "RUNNING")):
             box(axis, x, low + 2, text, slurm)
@@ -76,8 +86,8 @@ def who_gets_sigterm():
     }
     chains = {
         "batch step": ["batch\nscript", "srun"],
-        "job step,\njob.sbatch": ["rank", "loader\nworker"],
-        "job step,\njob_torchrun\n.sbatch": ["torchrun", "rank", "loader\nworker"],
+        "job step,\nby srun": ["rank", "loader\nworker"],
+        "job step,\nby torchrun": ["torchrun", "rank", "loader\nworker"],
     }
     reached = {
         "proctrack/cgroup": [
@@ -92,7 +102,7 @@ def who_gets_sigterm():
         axis.text(-2.5, 3.3, plugin, size=15, weight="bold")
         for row, (step, chain) in enumerate(chains.items()):
             y = 2.3 - 1.25 * row
-            axis.text(-2.5, y, step, size=11, va="center")
+            axis.text(-2.5, y, step, size=12, va="center")
             row_of_colors = zip(
                 ["slurmstepd", *chain], ["white", *colors[row]], strict=True
             )
@@ -127,4 +137,7 @@ def signals_by_event(rows, processes):
             axis.add_patch(plt.Rectangle(*place, color=color, alpha=0.5, lw=0))
             text = signal.removeprefix("SIG").removesuffix("-")
             axis.text(x + 0.5, y, text, ha="center", va="center", size=13)
+        if set(signals) == {"-"}:
+            middle = len(processes) / 2
+            axis.text(middle, y, "nobody gets it", ha="center", va="center", size=13)
     plt.show()

@@ -97,16 +97,28 @@ class Cluster:
         number = self.call("sbatch", "--parsable", *words, cwd=cwd, **variables)
         return SlurmJob(self, number.strip(), Path(cwd))
 
-    def submit(self, stage, name, *flags, per_node=1, held=False, cwd, **variables):
-        """Submit a stage's job file; return the SlurmJob.
+    def submit(
+        self, stage, *flags, per_node=1, torchrun=False, held=False, cwd, **variables
+    ):
+        """Submit a stage's job file, which asks for GPUs; return the SlurmJob.
 
-        It gets two nodes, and `per_node` processes on each. held: it does not start
+        It gets two nodes without GPUs, and `per_node` processes on each. torchrun: with
+        the edit that recipes/torchrun_per_node.sh asks for. held: it does not start
         before `scontrol release`.
         """
-        by_torchrun = name == "job_torchrun.sbatch"  # which is one task per node
-        option = "--cpus-per-task" if by_torchrun else "--ntasks-per-node"
-        words = [f"{option}={per_node}", ROOT / stage / name, *flags]
-        return self.sbatch(*["--hold"] * held, *words, cwd=cwd, **variables)
+        file = ROOT / stage / "job.sbatch"
+        tasks, cpus = per_node, 1
+        if torchrun:
+            tasks, cpus = 1, per_node
+            recipe = ROOT / "recipes/torchrun_per_node.sh"
+            text = file.read_text()
+            assert text.count("  python ") == 1
+            file = Path(cwd) / "job.sbatch"
+            file.write_text(text.replace("  python ", f"  bash {recipe} "))
+        words = ["--gpus-per-node=0", f"--ntasks-per-node={tasks}"]
+        words += [f"--cpus-per-task={cpus}", *["--hold"] * held]
+        variables = {"SCRIPT": ROOT / stage / "train.py", **variables}
+        return self.sbatch(*words, file, *flags, cwd=cwd, **variables)
 
 
 class SlurmJob:

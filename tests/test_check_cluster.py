@@ -380,9 +380,9 @@ def test_it_needs_torch_alone():
     assert names <= {*sys.stdlib_module_names, "torch"}
 
 
-@pytest.mark.parametrize("job_file", ["job.sbatch", "job_torchrun.sbatch"])
-def test_the_job_files_of_a_training_on_two_nodes(job_file, tmp_path):
-    """They start it in place of the stage's script, by srun and by torchrun."""
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_job_file_of_a_training_on_two_nodes(torchrun, tmp_path):
+    """It starts it in place of the script, by srun or by a torchrun on each node."""
     if missing := missing_for_slurm():
         assert "REQUIRE_SLURM" not in os.environ, missing
         pytest.skip(missing)
@@ -390,8 +390,8 @@ def test_the_job_files_of_a_training_on_two_nodes(job_file, tmp_path):
     try:
         cluster.script("start")
         flags = [*FAST, *LONG, "--folder", tmp_path]
-        stage = first_with("slurm")
-        job = cluster.submit(stage, job_file, *flags, cwd=tmp_path, SCRIPT=CHECK)
+        where = {"cwd": tmp_path, "SCRIPT": CHECK, "torchrun": torchrun}
+        job = cluster.submit(first_with("slurm"), *flags, **where)
         job.wait("COMPLETED")
         lines = job.log().splitlines()
         assert "ok     devices: cpu, 2 nodes" in lines and "OK" in lines

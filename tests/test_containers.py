@@ -52,6 +52,7 @@ def after_step(*_):
         record(*received[0])
 
 register_optimizer_step_post_hook(after_step)
+sys.argv.insert(1, "--checkpoint-dir")
 runpy.run_path("10_preemption/demos/stop_in_time.py", run_name="__main__")
 """
 
@@ -309,7 +310,7 @@ def test_sigterm_to_process_1_saves_a_checkpoint(pods, command, tmp_path):
     """As Kubernetes sends it: to the first process of the container alone."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint = tmp_path / "checkpoints"
     line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
     pods.publish()
     with pods.start(1, in_a_container(line), WAITS=1) as job:
@@ -328,7 +329,7 @@ def test_ctrl_c_saves_nothing(pods, command, tmp_path):
     """As `docker run` sends it: SIGINT to process 1."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint = tmp_path / "checkpoints"
     line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
     pods.publish()
     with pods.start(1, in_a_container(line), WAITS=1) as job:
@@ -346,7 +347,7 @@ def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
     """The kernel drops it at once: it is not even pending."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint = tmp_path / "checkpoints"
     line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
     line = f"{line.removeprefix('exec ')}; echo done"
     pods.publish()
@@ -368,7 +369,7 @@ def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, command, tmp_pat
     """The other pod starts its ranks again, unless the evicted one had the store."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
-    line = on_one_cpu(command, script, tmp_path / "checkpoint.pt")
+    line = on_one_cpu(command, script, tmp_path / "checkpoints")
     pods.publish()
     (container,) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}

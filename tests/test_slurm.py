@@ -31,16 +31,8 @@ pytestmark = pytest.mark.ci
 SLURM = first_with("slurm")
 SIGNALS = first_with("signals")
 SHARDED = first_with("sharded_checkpoints")
-JOB, TORCHRUN = "job.sbatch", "job_torchrun.sbatch"
-GPU_JOB = "gpu_job.sbatch"
-# What replaces its lines on nodes without GPUs.
-ON_CPUS = (
-    "--partition=main",
-    "--gpus-per-node=0",
-    "--ntasks-per-node=1",
-    "--cpus-per-task=1",
-    "--time=30",
-)
+# How the ranks of a job are started: by srun, or by a torchrun on each node.
+SRUN, TORCHRUN = False, True
 CPU = ("--device", "cpu")
 
 # One epoch of 600 steps, so that a job that is stopped has only the checkpoint that it
@@ -50,11 +42,6 @@ NEVER = ("--checkpoint-every", "1000000", *CPU)
 
 # Which processes get a signal depends on how Slurm finds the processes of a job.
 one_way = pytest.mark.parametrize("cluster", ["linuxproc", "cgroup"], indirect=True)
-each_file = pytest.mark.parametrize(
-    "cluster, name",
-    [("linuxproc", TORCHRUN), ("cgroup", JOB)],
-    indirect=["cluster"],
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,8 +95,8 @@ def grace_time(cluster):
 @pytest.mark.parametrize(
     "per_node, files",
     [
-        (1, [(SLURM, JOB), (SIGNALS, TORCHRUN)]),
-        only_in_release(2, [(SLURM, JOB), (SLURM, TORCHRUN)]),
+        (1, [(SLURM, SRUN), (SIGNALS, TORCHRUN)]),
+        only_in_release(2, [(SIGNALS, SRUN), (SLURM, TORCHRUN)]),
     ],
 )
 def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
@@ -117,10 +104,12 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
 ):
     """They run at once, with different seeds: none can get the gradients of another."""
     jobs = []
-    for seed, (stage, name) in enumerate(files):
+    for seed, (stage, torchrun) in enumerate(files):
         flags = (*CPU, *DOUBLE, "--seed", seed, "--out-dir", tmp_path / f"out-{seed}")
-        where = {"cwd": tmp_path, "CHECKPOINT_DIR": "own"}
-        job = cluster.submit(stage, name, *flags, per_node=per_node, held=True, **where)
+        folder = tmp_path / f"job-{seed}"
+        folder.mkdir()
+        options = {"per_node": per_node, "torchrun": torchrun, "held": True}
+        job = cluster.submit(stage, *flags, cwd=folder, CHECKPOINT_DIR="own", **options)
         jobs.append(job)
     cluster.call("scontrol", "release", ",".join(job.number for job in jobs))
     shown = []
@@ -134,11 +123,11 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
     for seed, job in enumerate(jobs):
         assert job.log().count(f"{2 * per_node} processes on gloo") == 1
         # one process prints
-        assert len(re.findall("^epoch .: train", job.log(), re.MULTILINE)) == 2
+        assert len(re.findall("^(?:0: )?epoch .: train", job.log(), re.MULTILINE)) == 2
         flags = (*DOUBLE, "--seed", str(seed))
         on_one = trained(reference(SLURM), 1, *flags, how=train_in_forks)
         assert max_abs_diff(tmp_path / f"out-{seed}/last.pt", on_one.weights) <= 1e-10
-    kept = sorted(path.name for path in tmp_path.glob("own/step-*"))
+    kept = sorted(path.name for path in tmp_path.glob("job-*/own/step-*"))
     signals = [stage for stage, _ in files if stage == SIGNALS]
     assert kept == ["step-000000030.pt", "step-000000060.pt"] * len(signals)
 
@@ -155,7 +144,7 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
 )
 def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
-    job = cluster.submit(SIGNALS, JOB, *flags, cwd=tmp_path)
+    job = cluster.submit(SIGNALS, *flags, cwd=tmp_path)
     assert sorted(job.preempt()) == ["0", "1"]
     (step,) = job.steps()
     assert 0 < step < 600
@@ -173,9 +162,9 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
 
 @pytest.mark.usefixtures("grace_time")
 @pytest.mark.parametrize(
-    "cluster, name",
+    "cluster, torchrun",
     [
-        ("linuxproc", JOB),
+        ("linuxproc", SRUN),
         only_in_release("cgroup", TORCHRUN),
     ],
     indirect=["cluster"],
@@ -183,16 +172,16 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted in a partition with a `GraceTime`",
-    sees="`requeued, to resume from the latest checkpoint` in its log, and `resumed"
-    " from step` when it runs again",
+    sees="`requeued, to resume from` in its log, and `resumed from step` when it runs"
+    " again",
     lost="nothing",
 )
 def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
-    name, cluster, trained, tmp_path, fault
+    torchrun, cluster, trained, tmp_path, fault
 ):
     """The processes alone get SIGTERM; Slurm before 24.05 would not requeue it."""
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
-    job = cluster.submit(SIGNALS, name, *flags, cwd=tmp_path)
+    job = cluster.submit(SIGNALS, *flags, torchrun=torchrun, cwd=tmp_path)
     job.preempt()
     (step,) = job.steps()
     assert 0 < step < 600
@@ -208,7 +197,7 @@ def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
 @one_way
 @pytest.mark.fault(
     since="signals",
-    what="a rank of a job is killed, with job_torchrun.sbatch",
+    what="a rank of a job is killed, with one torchrun on each node",
     sees="`failed (exitcode: -9)` in the job's log, then `resumed from step`; in the"
     " end the job's state is COMPLETED",
     lost="the steps since the last checkpoint, which are done again",
@@ -218,7 +207,7 @@ def test_torchruns_on_two_nodes_restart_a_killed_rank(
 ):
     """Before that, the job is told that its time is nearly over, and is requeued."""
     flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
-    job = cluster.submit(SIGNALS, TORCHRUN, *flags, cwd=tmp_path)
+    job = cluster.submit(SIGNALS, *flags, torchrun=TORCHRUN, cwd=tmp_path)
     with job.stopped_until_sigterm():
         job.send_time_limit_signal()
     (step,) = job.steps()
@@ -248,7 +237,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     def submit(per_node, **variables):
         variables |= {"SCRIPT": ROOT / SHARDED / "train.py", "cwd": tmp_path}
         out = ("--out-dir", tmp_path / f"out-{per_node}")
-        return cluster.submit(SIGNALS, JOB, *own, *out, per_node=per_node, **variables)
+        return cluster.submit(SIGNALS, *own, *out, per_node=per_node, **variables)
 
     job = submit(per_node=1)
     wait_until(job.steps, harness.LIMIT, job.log)
@@ -260,7 +249,7 @@ def test_a_preempted_job_with_shards_resumes_on_as_many_tasks_and_on_others(
     undisturbed = trained(SHARDED, 2, *flags, how=train_in_forks)
     for each, processes, most in ((job, 2, 0), (of_four, 4, 1e-10)):
         each.wait("COMPLETED")
-        resumed = f"{processes} processes on gloo\nresumed from step {step}\n"
+        resumed = f"{processes} processes on gloo\n0: resumed from step {step}\n"
         assert resumed in each.log()
         weights = tmp_path / f"out-{processes // 2}/last.pt"
         assert max_abs_diff(weights, undisturbed.weights) <= most
@@ -286,20 +275,20 @@ def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
 
     The job file wants its signal five minutes before the end, so it is due when the
     limit is 6 minutes, and does not come before. Then a job without the signal has the
-    nodes, until the first one has its 30 minutes again.
+    nodes, until the first one has its four hours again.
     """
-    job = cluster.submit(SIGNALS, JOB, *LONG, *NEVER, *ENDLESS, cwd=tmp_path)
+    job = cluster.submit(SIGNALS, *LONG, *NEVER, *ENDLESS, cwd=tmp_path)
     ranks = job.ready_ranks()
     words = ["--nodes=2", "--exclusive", "--requeue", "--priority=4294967293"]
     without_signal = cluster.sbatch(*words, "--wrap=sleep 1000", cwd=tmp_path)
-    assert job.show()["TimeLimit"] == "00:30:00"
+    assert job.show()["TimeLimit"] == "04:00:00"
     assert "the time is nearly over" not in job.log()
     cluster.update(f"JobId={job.number}", "TimeLimit=6")
     job.wait_for("the time is nearly over")
     assert_gone(ranks.values(), [], harness.LIMIT)
     without_signal.wait("RUNNING")
     assert job.show()["JobState"] == "PENDING"
-    cluster.update(f"JobId={job.number}", "TimeLimit=30")
+    cluster.update(f"JobId={job.number}", "TimeLimit=240")
     cluster.update(f"JobId={without_signal.number}", "EndTime=now")
     without_signal.wait("TIMEOUT")
     assert without_signal.show()["Restarts"] == "0"
@@ -312,31 +301,12 @@ def test_a_job_that_needs_more_time_than_it_gets_resumes_by_itself(
 
 
 @pytest.mark.release
-def test_the_job_file_for_gpus_resumes_on_nodes_without(cluster, trained, tmp_path):
-    """Stopped by the signal before its time is over, which the test sends by hand."""
-    flags = (*LONG, *NEVER, "--out-dir", tmp_path / "out")
-    script = ROOT / SIGNALS / "train.py"
-    words = (*ON_CPUS, ROOT / SLURM / GPU_JOB, *flags)
-    job = cluster.sbatch(*words, cwd=tmp_path, SCRIPT=script)
-    with job.stopped_until_sigterm():
-        job.send_time_limit_signal()
-    job.wait_for("queued again, to resume from checkpoints-")
-    (step,) = job.steps()
-    assert 0 < step < 600
-    job.wait("COMPLETED")
-    assert job.log().count(f"0: resumed from step {step}\n") == 1
-    assert "time is nearly over" in job.log()
-    assert job.show()["Restarts"] == "1"
-    undisturbed = trained(SIGNALS, 2, *LONG, how=train_in_forks)
-    assert max_abs_diff(tmp_path / "out/last.pt", undisturbed.weights) == 0
-
-
-@pytest.mark.release
 def test_a_signal_to_one_task_of_an_array_does_not_requeue_the_others(
     cluster, tmp_path
 ):
     """The task whose SLURM_JOB_ID is the number of the array gets it."""
-    words = ("--array=1-2", *ON_CPUS, "--nodes=1", ROOT / SLURM / GPU_JOB)
+    words = ("--array=1-2", "--nodes=1", "--gpus-per-node=0", "--ntasks-per-node=1")
+    words = (*words, "--cpus-per-task=1", ROOT / SIGNALS / "job.sbatch")
     script = ROOT / SIGNALS / "train.py"
     flags = (*LONG, *NEVER, *ENDLESS)
     array = cluster.sbatch(*words, *flags, cwd=tmp_path, SCRIPT=script).number
@@ -349,8 +319,8 @@ def test_a_signal_to_one_task_of_an_array_does_not_requeue_the_others(
         SlurmJob(cluster, number, tmp_path).ready_ranks(1)
     cluster.call("scancel", "--batch", "--signal=USR1", f"{array}_{first + 1}")
     log = SlurmJob(cluster, array, tmp_path).log
-    wait_until(lambda: "queued again" in log(), harness.LIMIT, log, EVERY)
-    folder = tmp_path / f"checkpoints-{array}" / str(first + 1)
+    wait_until(lambda: "requeued, to" in log(), harness.LIMIT, log, EVERY)
+    folder = tmp_path / f"checkpoints-{array}_{first + 1}"
     assert len(list(folder.glob("step-*"))) == 1
     shown = [task.show() for task in tasks]
     assert shown[first]["Restarts"] == "1"
@@ -371,33 +341,12 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
         "print('preparing', flush=True)\n"
         "time.sleep(1000)\n"
     )
-    job = cluster.submit(SIGNALS, JOB, cwd=tmp_path, SCRIPT=script)
+    job = cluster.submit(SIGNALS, cwd=tmp_path, SCRIPT=script)
     job.wait_for("preparing", times=2)
     job.send_time_limit_signal()
     job.wait("FAILED")
     assert "the time is nearly over" in job.log()
     assert job.show()["Restarts"] == "0"
-
-
-@pytest.mark.release
-@pytest.mark.fault(
-    since="slurm",
-    without="checkpoints",
-    what="a job's time is nearly over (in the test the signal is sent by hand)",
-    sees="`the time is nearly over` in its log; it is requeued, once, and starts over",
-    lost="the run so far",
-)
-def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault):
-    job = cluster.submit(SLURM, JOB, *CPU, *ENDLESS, cwd=tmp_path)
-    job.wait_for("epoch 2: ")
-    ranks = job.ranks()
-    job.send_time_limit_signal()
-    assert_gone(ranks.values(), [], harness.LIMIT)
-    job.wait_for("epoch 1: ", times=2)
-    fault.assert_seen(job.log())
-    assert job.show()["Restarts"] == "1"
-    job.send_time_limit_signal()
-    job.wait("FAILED")
 
 
 # ---- jobs that end early -------------------------------------------------------------
@@ -410,9 +359,9 @@ def test_before_its_time_is_over_a_job_starts_over_once(cluster, tmp_path, fault
     " task`",
     lost="the run; in stage {checkpoints} the steps since the last checkpoint",
 )
-@each_file
-def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
-    job = cluster.submit(SLURM, name, *CPU, *ENDLESS, cwd=tmp_path)
+@one_way
+def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
+    job = cluster.submit(SLURM, *CPU, *ENDLESS, cwd=tmp_path)
     job.wait_for("epoch 2: ")
     ranks = job.ranks()
     assert sorted(ranks) == ["0", "1"]
@@ -431,11 +380,17 @@ def test_a_rank_that_is_killed_fails_the_job(name, cluster, tmp_path, fault):
     lost="the run; in stage {checkpoints} the steps since the last checkpoint; in stage"
     " {signals} nothing",
 )
-@each_file
-def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
+@pytest.mark.parametrize(
+    "cluster, torchrun",
+    [("linuxproc", TORCHRUN), ("cgroup", SRUN)],
+    indirect=["cluster"],
+)
+def test_scancel_leaves_nothing_behind(torchrun, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = str(ROOT / first_with("exact_eval") / "train.py")
-    job = cluster.submit(SLURM, name, *CPU, *ENDLESS, cwd=tmp_path, SCRIPT=script)
+    flags = (*CPU, *ENDLESS)
+    options = {"torchrun": torchrun, "cwd": tmp_path, "SCRIPT": script}
+    job = cluster.submit(SLURM, *flags, **options)
     job.wait_for("epoch 2: ")
     ranks = job.ranks()
     assert len(ranks) == 2
@@ -449,15 +404,10 @@ def test_scancel_leaves_nothing_behind(name, cluster, tmp_path, fault):
 
 
 @pytest.mark.parametrize(
-    "stage, name",
-    [
-        (SLURM, JOB),
-        (SIGNALS, JOB),
-        only_in_release(SLURM, TORCHRUN),
-        only_in_release(SIGNALS, TORCHRUN),
-    ],
+    "stage, torchrun",
+    [(SLURM, SRUN), (SIGNALS, SRUN), only_in_release(SIGNALS, TORCHRUN)],
 )
-def test_no_rank_waits_for_one_that_has_failed(stage, name, cluster, tmp_path):
+def test_no_rank_waits_for_one_that_has_failed(stage, torchrun, cluster, tmp_path):
     """The other one never notices by itself: only --kill-on-bad-exit ends it."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -466,20 +416,40 @@ def test_no_rank_waits_for_one_that_has_failed(stage, name, cluster, tmp_path):
         "time.sleep(1000 if rank == '0' else 0)\n"
         "sys.exit('rank 1 has failed')\n"
     )
-    job = cluster.submit(stage, name, cwd=tmp_path, SCRIPT=script)
+    job = cluster.submit(stage, torchrun=torchrun, cwd=tmp_path, SCRIPT=script)
     job.wait("FAILED")
     assert "rank 1 has failed" in job.log()
 
 
-def test_a_job_file_that_cannot_find_the_script_says_so(cluster, tmp_path):
-    """sbatch reads it from its standard input, and so does not know where it is."""
-    shutil.copy(ROOT / SLURM / JOB, tmp_path)
-    words = ["bash", "-c", f"sbatch --parsable --output=slurm-%j.out <{JOB}"]
-    number = cluster.call(*words, cwd=tmp_path).strip()
-    job = SlurmJob(cluster, number, tmp_path)
-    job.wait("FAILED")
-    assert "set SCRIPT to its path" in job.log()
-    assert job.show()["ExitCode"] == "2:0"
+def test_a_script_that_reads_torchruns_names_trains_under_srun(
+    cluster, trained, tmp_path
+):
+    """By recipes/ranks_from_srun.sh, in the place of `python` in the job file."""
+    file, recipe = ROOT / SLURM / "job.sbatch", ROOT / "recipes/ranks_from_srun.sh"
+    replaced = file.read_text().replace("  python ", f"  bash {recipe} python ")
+    (tmp_path / "job.sbatch").write_text(replaced)
+    stage = first_with("torchrun")
+    words = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    words += ["job.sbatch", *CPU, *DOUBLE, "--out-dir", "out"]
+    job = cluster.sbatch(*words, cwd=tmp_path, SCRIPT=ROOT / stage / "train.py")
+    job.wait("COMPLETED")
+    assert job.log().count("2 processes on gloo") == 1
+    on_one = trained(reference(SLURM), 1, *DOUBLE, how=train_in_forks)
+    assert max_abs_diff(tmp_path / "out/last.pt", on_one.weights) <= 1e-10
+
+
+@pytest.mark.release
+def test_two_trainings_share_a_job(cluster, trained, tmp_path):
+    """By recipes/two_runs.sbatch: each trains as if it were alone."""
+    words = ["--gpus-per-node=0", ROOT / "recipes/two_runs.sbatch", *CPU]
+    variables = {"GPUS": "0", "LOGS": tmp_path / "run", "cwd": ROOT}
+    output = f"--output={tmp_path}/job.out"
+    cluster.sbatch(output, *words, "--epochs", "1", **variables).wait("COMPLETED")
+    for seed in (0, 1):
+        (line,) = re.findall("epoch 1: .*", (tmp_path / f"run-{seed}.out").read_text())
+        flags = ("--epochs", "1", "--seed", str(seed))
+        alone = trained(SLURM, 2, *flags, how=train_in_forks)
+        assert line in alone.epochs
 
 
 @pytest.mark.parametrize("stage", [SLURM, SIGNALS])

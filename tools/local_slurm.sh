@@ -179,10 +179,10 @@ SlurmdLogFile=$folder/slurmd-%n.log
 # two nodes, which are both this machine; their names cannot be resolved
 NodeName=$node[1-2] NodeHostname=$host NodeAddr=127.0.0.1 \
   Port=[${ports[1]}-${ports[2]}] CPUs=4
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=240 State=UP
 # a job in this partition (sbatch --partition=urgent) takes the nodes away from jobs in
 # the other one, which are requeued
-PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 State=UP
+PartitionName=urgent Nodes=ALL MaxTime=240 PriorityTier=2 State=UP
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 EOF

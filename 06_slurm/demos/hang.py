@@ -1,7 +1,7 @@
 """A job that stops: in step 4, rank 1 reads from a file server that does not answer.
 
-SCRIPT=06_slurm/demos/hang.py sbatch --ntasks-per-node=1 06_slurm/job.sbatch 8
-The 8 is the timeout of the process group, in seconds.
+SCRIPT=06_slurm/demos/hang.py sbatch --gpus-per-node=0 --ntasks-per-node=1 \
+--cpus-per-task=1 06_slurm/job.sbatch 8    # the group's timeout is 8 seconds
 """
 
 import os

@@ -1,11 +1,15 @@
-"""A short script of one's own, with the lines that let it stop in time.
+"""A short script of one's own, with the lines that let it resume and stop in time.
 
-torchrun --standalone --nproc-per-node=2 10_preemption/demos/stop_in_time.py CHECKPOINT
+torchrun --standalone --nproc-per-node=2 10_preemption/demos/stop_in_time.py
+SCRIPT=10_preemption/demos/stop_in_time.py sbatch 10_preemption/job.sbatch
 """
 
+import argparse
 import gc
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,31 +17,41 @@ import torch.distributed as dist
 from torch import nn
 
 
-def save(path, step, model, optimizer):
+def save(folder, step, model, optimizer):
     """Write what this run needs to resume; a longer script needs more (stage 09)."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    new = path.with_suffix(".new")
-    torch.save({**state, "step": step}, new)
-    new.replace(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({**state, "step": step}, folder / "unfinished")
+    (folder / "unfinished").rename(folder / f"step-{step:09}.pt")  # it is complete
 
 
-def load(path, model, optimizer):
-    """Return the step of the checkpoint, or 0 if there is none."""
-    if not path.exists():
+def load_latest(folder, model, optimizer):
+    """Load the latest checkpoint; return its step, or 0 if there is none."""
+    found = [max(folder.glob("step-*.pt"), default=None)]
+    dist.broadcast_object_list(found)  # otherwise ranks may see different files
+    if found[0] is None:
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(found[0], map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
 
 
-def main(checkpoint):
-    dist.init_process_group("gloo")  # on GPUs: nccl
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--seconds", type=float, default=0, help="of each step")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:  # started by srun (stage 06)
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    dist.init_process_group("gloo")  # on GPUs: nccl, and set_device
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = load(checkpoint, model, optimizer) + 1
+    first = load_latest(args.checkpoint_dir, model, optimizer) + 1
 
     # 1. Record these signals. By default they end the process.
     received = []
@@ -51,14 +65,17 @@ def main(checkpoint):
         dist.all_reduce(count, group=cpu_group)
         return count.item() > 0
 
+    if rank == 0:
+        print(f"{dist.get_world_size()} processes, from step {first}", flush=True)
     for step in range(first, 61):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
+        time.sleep(args.seconds)  # stands for a larger model
         # 3. Ask after every step. All ranks get the same answer.
         if should_stop():
             if rank == 0:
-                save(checkpoint, step, model, optimizer)
+                save(args.checkpoint_dir, step, model, optimizer)
             # 4. Wait for rank 0. Launchers end all ranks when one exits with an error.
             dist.barrier()
             print(f"rank {rank} stopped after step {step}\n", end="", flush=True)
@@ -68,7 +85,7 @@ def main(checkpoint):
 
 
 if __name__ == "__main__":
-    exit_code = main(Path(sys.argv[1]))
+    exit_code = main()
     gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
     dist.destroy_process_group()
     sys.exit(exit_code)

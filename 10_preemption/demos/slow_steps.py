@@ -1,6 +1,6 @@
 """Train stage 10 with steps of two seconds, until the job has been queued again.
 
-SCRIPT=06_slurm/demos/slow_steps.py sbatch 06_slurm/gpu_job.sbatch
+SCRIPT=10_preemption/demos/slow_steps.py sbatch 10_preemption/job.sbatch
 
 Otherwise so short a training would be over before its time is.
 """
@@ -25,5 +25,5 @@ def after_step(*_):
 
 if "SLURM_RESTART_COUNT" not in os.environ:
     register_optimizer_step_post_hook(after_step)
-sys.argv[0] = str(Path(__file__).resolve().parents[2] / "10_preemption/train.py")
+sys.argv[0] = str(Path(__file__).resolve().parents[1] / "train.py")
 runpy.run_path(sys.argv[0], run_name="__main__")
