@@ -37,6 +37,8 @@ HEADINGS = [
     "Your turn",
     "Where next",
 ]
+# Where the run and its proof come first, and the hunks after them.
+RUN_FIRST = [HEADINGS[n] for n in (0, 2, 3, 4, 1, 5, 6)]
 FIRST_HEADINGS = ["The data", "The script, section by section", *HEADINGS[2:]]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 PAGES = [name for name in known_files() if name.endswith(".md")]
@@ -332,7 +334,8 @@ def test_the_sections_stand_in_order(stage):
     assert "**The problem.**" in text
     found = re.findall(r"^## (.*)", text, re.MULTILINE)
     wanted = FIRST_HEADINGS if stage == FIRST else HEADINGS
-    assert [heading for heading in found if heading in wanted] == wanted
+    order = [heading for heading in found if heading in wanted]
+    assert order in (wanted, RUN_FIRST)
 
 
 def imports(stage):
