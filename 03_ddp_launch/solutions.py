@@ -17,9 +17,3 @@ line = "backbone.requires_grad_(True)"
 # The lines 1, 3, 5, 6, 8, 9, 10 and 14 of the checklist. There is no GPU to choose, and
 # the sampler does not shuffle, because the loader did not.
 converted = "03_ddp_launch/demos/convert_solution.py"
-
-
-# ---- two_machines.ipynb --------------------------------------------------------------
-# The one of gloo, `Gloo connectFullMesh failed`: each rank still asks its machine what
-# its name means. The other one is gone, because --node-rank=0 opens the port whatever
-# the address is called.

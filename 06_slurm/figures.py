@@ -36,6 +36,36 @@ def allocation_step_task():
 
 
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
+def three_meetings():
+    """Draw how two torchruns and their ranks find each other on two machines."""
+    axis = canvas(4.6, (-0.4, 20.4), (-0.3, 7.2))
+    for x, width, name in ((0, 7.6, "machine1"), (15.4, 4.6, "machine2")):
+        frame = plt.Rectangle((x, 0), width, 6.4, facecolor="none", edgecolor="gray")
+        axis.add_patch(frame)
+        axis.text(x + width / 2, 6.8, name, ha="center", va="center", weight="bold")
+    for x in (1.4, 18):
+        box(axis, x, 5.3, "torchrun", "tab:gray")
+    box(axis, 5.7, 5.3, "29500\n(endpoint)", "tab:orange")
+    box(axis, 5.5, 3.3, "MASTER_\nPORT", "tab:orange")
+    box(axis, 1.4, 1.2, "ranks\n0 and 1", "tab:blue")
+    box(axis, 18, 1.7, "\nranks\n2 and 3\n", "tab:blue")
+    center = {"ha": "center", "va": "center"}
+    for end, x, y in (((4.2, 5.3), 3.4, 5.75), ((3.9, 3.8), 2.2, 3.9)):
+        arrow(axis, (2.7, 5.3 if y > 5 else 4.8), end, "tab:gray")
+        axis.text(x, y, "opens", color="gray", **center)
+    arrow(axis, (2.4, 1.9), (4, 2.8))
+    for start, end, text, style in (
+        ((16.7, 5.3), (7.3, 5.3), "1  the torchruns meet", "->"),
+        ((16.8, 2.6), (7, 3.3), "2  the ranks meet", "->"),
+        ((16.8, 0.9), (2.6, 0.9), "3  each rank connects\nto the others", "<->"),
+    ):
+        arrow(axis, start, end, style=style)
+        above = 0.7 if "\n" in text else 0.4
+        axis.text(11.5, (start[1] + end[1]) / 2 + above, text, **center)
+    plt.show()
+
+
+@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def lines_of_a_job_file():
     """Draw which line of a job file runs where, and SLURM_PROCID in each place."""
     axis = canvas(4.4, (-0.2, 14.4), (0.4, 6.3))

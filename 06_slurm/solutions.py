@@ -1,4 +1,4 @@
-"""Solutions of the exercises in 06_slurm.ipynb and when_it_hangs.ipynb."""
+"""Solutions of the exercises in this stage's notebooks."""
 
 # ---- exercise 1 ----------------------------------------------------------------------
 # The batch script runs once, on the first node, where SLURM_PROCID is 0. It exports
@@ -13,6 +13,12 @@ command = (
     "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=16"
     " 06_slurm/job.sbatch --batch-size 256"
 )
+
+
+# ---- two_machines.ipynb --------------------------------------------------------------
+# The one of gloo, `Gloo connectFullMesh failed`: each rank still asks its machine what
+# its name means. The other one is gone, because --node-rank=0 opens the port whatever
+# the address is called.
 
 
 # ---- when_it_hangs.ipynb -------------------------------------------------------------

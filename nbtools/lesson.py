@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import tempfile
@@ -24,13 +25,14 @@ work = Path(_scratch.name)
 FORKS = os.environ.get("LESSON_FORKS")
 
 
-def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
+def run(command, fails=False, quiet=False, in_order=False, seconds=harness.LIMIT):
     """Show a command as one types it, run it, and print what it prints.
 
     command: such as "torchrun --standalone 03_ddp_launch/train.py --out-dir $WORK/03".
     It runs in the repository's folder, without a shell; NAME=value in front sets a
     variable, and a line may end with a backslash. OMP_NUM_THREADS is 1. Standard error,
     where the progress goes, is not printed; with `quiet`, neither is standard output.
+    in_order: print the lines at the end, sorted, because ranks print in any order.
     Returns a harness.Done: the exit code, and both outputs as text without the names of
     the two folders.
 
@@ -48,9 +50,11 @@ def run(command, fails=False, quiet=False, seconds=harness.LIMIT):
     ):
         for line in lines_of(job, seconds):
             lines.append(without_folders(line))
-            if not quiet:
+            if not quiet and not in_order:
                 print(lines[-1], end="", flush=True)
         done = job.wait(0)
+    if in_order:
+        print("".join(sorted(lines)), end="", flush=True)
     done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
     hung = done.returncode == "hung"
     if hung or bool(done.returncode) != fails:
@@ -146,6 +150,11 @@ def show_diff(before, after, section, hunk=None):
     for line in lines:
         color = colors.get(line[0])
         print(f"\x1b[{color}m{line}\x1b[0m" if color else line)
+
+
+def solution(stage, name):
+    """Return what solutions.py of a stage gives to a name, for a check to compare."""
+    return runpy.run_path(str(ROOT / stage / "solutions.py"))[name]
 
 
 def check(exercise):

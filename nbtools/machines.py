@@ -66,7 +66,7 @@ def c10d(*options, processes=1, endpoint="machine1:29500", file=""):
     lines = (
         f"torchrun --nnodes=2 --nproc-per-node={processes} --rdzv-backend=c10d",
         " ".join((f"--rdzv-endpoint={endpoint}", *options)),
-        f"03_ddp_launch/demos/meet.py {file}".strip(),
+        f"06_slurm/demos/meet.py {file}".strip(),
     )
     return " \\\n    ".join(lines)
 
@@ -76,17 +76,18 @@ def static(machine, file=""):
     lines = (
         f"torchrun --nnodes=2 --nproc-per-node=1 --node-rank={machine - 1}",
         "--master-addr=machine1 --master-port=29500",
-        f"03_ddp_launch/demos/meet.py {file}".strip(),
+        f"06_slurm/demos/meet.py {file}".strip(),
     )
     return " \\\n    ".join(lines)
 
 
 @contextlib.contextmanager
-def started(command, second=None, needs_network=False):
+def started(command, second=None, needs_network=False, disks=None):
     """Show a command and start it on both machines: a context with its two jobs.
 
     second: the command of machine2, if it is another one; needs_network: without
-    namespaces it is not run, and there are no jobs.
+    namespaces it is not run, and there are no jobs; disks: each runs in a folder of its
+    own below this one, in place of a disk.
     """
     if second is None:
         print(f"on both machines\n$ {command}", flush=True)
@@ -97,7 +98,12 @@ def started(command, second=None, needs_network=False):
         if running or not needs_network:
             for machine, text in ((1, command), (2, second or command)):
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
-                job = harness.start(words_on(machine, text), folder)
+                words, cwd = words_on(machine, text), lesson.ROOT
+                if disks:
+                    words = [cwd / w if f"{w}".endswith(".py") else w for w in words]
+                    cwd = disks / f"machine{machine}"
+                    cwd.mkdir(parents=True)
+                job = harness.start(words, folder, cwd=cwd)
                 jobs.append(stack.enter_context(job))
         yield jobs
 
@@ -170,10 +176,20 @@ def peers(port):
     return Counter(line.split()[-1].rpartition(":")[0] for line in lines)
 
 
-def run(command, second=None, needs_network=False, errors=None, fails=False):
-    """Run a command on both machines; see `started` and `finish`."""
-    with started(command, second, needs_network) as jobs:
-        return finish(jobs, errors, fails)
+def run(
+    command, second=None, needs_network=False, errors=None, fails=False, disks=None
+):
+    """Run a command on both machines; see `started` and `finish`.
+
+    With `disks`, it also prints the files that are on each of them.
+    """
+    with started(command, second, needs_network, disks) as jobs:
+        found = finish(jobs, errors, fails)
+    for disk in sorted(disks.iterdir()) if disks else ():
+        files = sorted(p for p in disk.rglob("*") if p.is_file())
+        names = " ".join(str(p.relative_to(disk)) for p in files)
+        print(f"files of {disk.name}: {names or 'none'}")
+    return found
 
 
 def shortened(stderr):

@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs/containers.md").read_text()
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 MACHINES = ROOT / "tools/two_machines.sh"
 PAIR = f"containers-{os.getpid()}-"
-MEET = "03_ddp_launch/demos/meet.py"
+MEET = "06_slurm/demos/meet.py"
 LONG = "train-{}.train.default.svc.cluster.local"  # a pod's name by its number
 UNKNOWN = "cannot be retrieved (gai error"  # torch's words for a name without address
 # Trains the short script of stage 10. In step 36, the pod with the variable WAITS waits

@@ -16,7 +16,7 @@ from tools.stages import ROOT
 pytestmark = pytest.mark.ci
 
 SCRIPT = ROOT / "tools/two_machines.sh"
-NOTEBOOK = ROOT / "03_ddp_launch/two_machines.ipynb"
+NOTEBOOK = ROOT / "06_slurm/two_machines.ipynb"
 PAIR = f"test-{os.getpid()}-"
 
 

@@ -12,7 +12,7 @@ from common.model import SmallResNet
 
 torch.set_num_threads(1)  # otherwise the last digits depend on the number of cores
 
-EPOCHS = 6
+EPOCHS, SEEDS = 6, (0, 1, 2)
 SGD = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 (images, labels), (val_images, val_labels) = data.digits()
@@ -58,3 +58,22 @@ def train(batch_size, lr, warmup=1, seed=0, optimizer_class=SGD):
     with torch.no_grad():
         wrong = model(val_images).argmax(1) != val_labels
     return losses, 100 * wrong.double().mean().item()
+
+
+def losses_of(batch_size, lr, **options):
+    """Return the last training loss with each of the SEEDS, the lowest first."""
+    runs = [train(batch_size, lr, seed=seed, **options) for seed in SEEDS]
+    return sorted(losses[-1] for losses, _ in runs)
+
+
+def show(name, batch_size, lr, **options):
+    """Print the middle of three runs, and in brackets the lowest and the highest.
+
+    Returns the three losses.
+    """
+    low, loss, high = losses = losses_of(batch_size, lr, **options)
+    runs = [train(batch_size, lr, seed=seed, **options) for seed in SEEDS]
+    least, wrong, most = sorted(error for _, error in runs)
+    text = f"loss {loss:.3f} ({low:.3f} to {high:.3f})"
+    print(f"{name:32} {text}, {wrong:.1f} % wrong ({least:.1f} to {most:.1f})")
+    return losses

@@ -1,7 +1,7 @@
 """Each process prints its rank, and all add up ones: once, or as long as FILE exists.
 
 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
-    --rdzv-endpoint=machine1:29500 03_ddp_launch/demos/meet.py [FILE]
+    --rdzv-endpoint=machine1:29500 06_slurm/demos/meet.py [FILE]
 """
 
 import os
