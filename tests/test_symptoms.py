@@ -395,7 +395,9 @@ def test_what_a_model_lacks_is_ignored(tmp_path):
 
 @pytest.mark.usefixtures("group")
 def test_a_parameter_group_without_parameters(tmp_path):
-    ((see, *_),) = [row for row in rows() if "betas" in row[0]]
+    ((see, *_),) = [
+        row for row in rows() if "betas" in row[0] and "pipeline" not in row[0]
+    ]
     assert "`KeyError: 'betas'`" in see
     model = nn.Linear(4, 4)
     groups = [{"params": [], "lr": 1e-5}, {"params": list(model.parameters())}]

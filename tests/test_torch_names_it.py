@@ -411,7 +411,7 @@ def fewer_micro_batches_than_ranks(_):
     make_schedule(micro_batches=1)
 
 
-@says("loss_fn and target required for last stage", unlike="2.11")
+@says("loss_fn and target required", unlike="2.11")
 def targets_on_the_first_rank(_):
     schedule, stage = make_schedule()
     if stage.is_first:
