@@ -14,6 +14,7 @@ from torch import nn
 # ---- the lines to copy ---------------------------------------------------------------
 def accumulate_gradients(ddp, inputs, targets, n):
     """Run forward and backward on n micro-batches, one after the other."""
+    assert len(inputs) % n == 0  # otherwise chunk may return fewer, of other sizes
     parts = zip(inputs.chunk(n), targets.chunk(n), strict=True)
     for number, (some, labels) in enumerate(parts, start=1):
         # no all-reduce before the last one; the forward pass has to be in here
