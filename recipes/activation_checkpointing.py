@@ -3,9 +3,10 @@
 The reentrant kind of torch.utils.checkpoint starts a backward pass inside the backward
 pass. By then, DDP with find_unused_parameters=True has already marked the blocks'
 parameters as unused and ready. With use_reentrant=False there is no error, and a block
-keeps only its input for backward, at the price of a second forward pass. Selective
-checkpointing also keeps the results of the matrix products, which take the most time,
-and computes only what is cheap again.
+keeps only its input for backward, at the price of a second forward pass (without the
+last product of a block, whose result backward does not need). Selective checkpointing
+also keeps the results of the matrix products, which take the most time, and recomputes
+only what is cheap.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
 without activation checkpointing: 152 KiB kept for backward, gradients as in one process

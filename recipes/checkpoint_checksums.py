@@ -5,7 +5,8 @@ that belongs to another step, is loaded without an error: DCP compares no checks
 write those of all files beside them when all ranks have saved, and compare them before
 loading. All ranks then raise the CheckpointException that dcp.load raises, and can fall
 back to an older checkpoint together. Each byte is read once more after a save, and once
-more before a load. A stranger who changes a file can change the list, too.
+more before a load. This does not protect against tampering: whoever changes a file can
+change its checksum.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/checkpoint_checksums.py
 a file of another step: dcp.load gives 20.0 and 18.0, and no error

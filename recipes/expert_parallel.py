@@ -1,14 +1,15 @@
 """Expert parallelism: how do the tokens get to the rank of their expert, and back?
 
 By two all-to-alls. Each rank sorts its tokens by the expert that its router has chosen,
-tells the others how many they will get, and sends them in pieces of unequal size; what
-the experts return takes the same way back. `all_to_all_single_autograd` has a gradient,
-which takes the opposite way. An expert thus sees the tokens of all ranks, and gets the
-sum of their gradients: divide it by the number of ranks, as DDP or FSDP2 divide the
-gradients of everything else, which they average. FSDP2 must not shard the experts
-again: `ignored_params`. Nobody's tokens are dropped here, so the busiest expert sets
-the time of a step. Real trainings limit how many tokens an expert takes (its capacity,
-beyond which tokens skip it), and add a loss that keeps the router's choices even.
+tells the others how many they will get, and sends them in pieces of unequal size; a
+second all-to-all returns the results. `all_to_all_single_autograd` sends the gradients
+in the opposite direction. An expert sees the tokens of all ranks, and gets the sum of
+their gradients: divide it by the number of ranks, because DDP and FSDP2 average the
+gradients of everything else. Keep FSDP2 from sharding the experts again, with
+`ignored_params`. The CPU has to know the sizes, so each layer waits for the GPU. No
+tokens are dropped here, so the busiest rank sets the time of a step. Large trainings
+limit how many tokens an expert takes (its capacity, beyond which tokens skip it), or
+balance the router's choices, for instance by a loss.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/expert_parallel.py
 tokens that each rank sends to the others: uneven

@@ -3,10 +3,10 @@
 Each rank keeps one piece of a block's weights, in one flat vector. Before the block's
 forward pass all pieces are gathered, and afterwards freed; before its backward pass
 they are gathered again. When the gradients of all its weights are there, they are
-summed over the ranks and cut up in one step (a reduce-scatter), so that each rank gets
-the gradient of its own piece, and the optimizer knows nothing else. fully_shard does
-this with one piece of each weight instead of a flat vector, gathers the next block
-while the present one computes, and keeps names, precisions and checkpoints right.
+averaged over the ranks and cut up in one step (a reduce-scatter), so that each rank
+gets the gradient of its own piece, which is all that its optimizer sees. fully_shard
+does this with one piece of each weight instead of a flat vector, gathers the next block
+while the current one computes, and takes care of names, precisions and checkpoints.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/fsdp_by_hand.py
 by hand: after five steps within 1e-12 of one process's weights

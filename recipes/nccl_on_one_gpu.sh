@@ -3,7 +3,7 @@
 #
 # By default nccl refuses: "Duplicate GPU detected". It compares only GPUs of the same
 # machine, and NCCL_HOSTID names a rank's machine. So let each rank be a machine of its
-# own: one torchrun for each, as on several machines, and another name for each.
+# own: one torchrun for each, as on several machines, and a different name for each.
 #
 #     $ bash recipes/nccl_on_one_gpu.sh 2 03_ddp_launch/train.py --epochs 1
 #

@@ -1,12 +1,13 @@
 """StatefulDataLoader: how do I resume a stream without reading it again?
 
 Give the data set `state_dict` and `load_state_dict`, and use torchdata's DataLoader
-(`pip install torchdata`). Its own state has that of the data set in each worker, and
-what the workers have read ahead; each rank saves its own. The numbers of ranks and
-workers must stay as they are. For another number of ranks, save how many samples all
-have taken, and begin the stream there: that is exact if the ranks take turns (without
-workers, which read in batches). resume_stream.py does without torchdata, but reads
-again what was taken. Augmentations draw from generators: it shows how to save those.
+(`pip install torchdata`). The loader's state has that of the data set in each worker,
+as of the last batch that you got: what the workers have read ahead does not count. Each
+rank saves its own. The numbers of ranks and workers must stay as they are. For another
+number of ranks, save how many samples all have taken, and begin the stream there: that
+is exact if the ranks take turns (without workers, which read in batches).
+resume_stream.py does without torchdata, but reads again what was taken; it also shows
+how to save the generators that augmentations draw from.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/stateful_loader.py
 0 workers, resumed after 3 batches: the uninterrupted run's batches: True

@@ -3,9 +3,10 @@
 Call `model.compile()`, and then wrap the model in DDP. This compiles the model in
 place: its weights keep their names. `torch.compile(model)` returns a wrapper instead,
 which puts `_orig_mod.` before the names as DDP puts `module.`.
-`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential, and in
-torch 2.11 no order does. Save the state_dict() of the model itself: after
-`model.compile()` its names are clean.
+`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential; in torch
+2.11, `model.compile()` does not compile one either: there, `DDP(torch.compile(model))`
+does. Save the state_dict() of the model itself: after `model.compile()` its names are
+clean.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
 model.compile(), then DDP: compiled, module.up.weight

@@ -1,12 +1,12 @@
 """FSDP2 trains, another process generates (GRPO): how does that get the weights?
 
 One weight at a time: all trainers call `full_tensor()`, which gathers it, and the first
-one sends it on, in a group of its own with the generator. So no process ever holds the
-whole model twice. If the first trainer alone calls `full_tensor()`, it waits for the
-others until the timeout. Send the number of the version with the weights, and keep it
-with each sample: a sample is drawn from the weights of a version, and the trainers may
-be further by the time they learn from it. With vLLM or SGLang the weights go the same
-way, into the engine's own names and layout.
+one sends it on, in a group of its own with the generator. So besides its shards, a
+trainer holds one whole weight at a time. If the first trainer alone calls
+`full_tensor()`, it waits for the others until the timeout. Send the number of the
+version with the weights, and keep it with each sample: the trainers may be some
+versions ahead by the time they learn from it. With vLLM or SGLang the weights go the
+same way, into the engine's own names and layout. Buffers are not sent here.
 
 $ torchrun --standalone --nproc-per-node=3 recipes/weights_to_a_generator.py
 version 1: the generator has the trainers' weights, bit by bit
