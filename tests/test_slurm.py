@@ -123,7 +123,9 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
     for seed, job in enumerate(jobs):
         assert job.log().count(f"{2 * per_node} processes on gloo") == 1
         # one process prints
-        assert len(re.findall(r"^(?:\d: )?epoch .: train", job.log(), re.MULTILINE)) == 2
+        assert (
+            len(re.findall(r"^(?:\d: )?epoch .: train", job.log(), re.MULTILINE)) == 2
+        )
         flags = (*DOUBLE, "--seed", str(seed))
         on_one = trained(reference(SLURM), 1, *flags, how=train_in_forks)
         assert max_abs_diff(tmp_path / f"out-{seed}/last.pt", on_one.weights) <= 1e-10
