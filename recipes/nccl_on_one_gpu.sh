@@ -16,6 +16,10 @@
 # GPU themselves, by NCCL_MULTI_RANK_GPU_ENABLE=1 (seen with 2.31.2).
 # Without a GPU, the ranks use gloo. PORT=29501 takes another port.
 ranks=$1
+if [[ ! $ranks =~ ^[1-9][0-9]*$ || $# -lt 2 ]]; then
+  echo "nccl_on_one_gpu.sh: error: not a number of ranks and a script: $*" >&2
+  exit 2
+fi
 shift
 for ((i = 0; i < ranks; i++)); do
   NCCL_HOSTID=machine$i NCCL_SOCKET_IFNAME=lo torchrun \

@@ -416,3 +416,12 @@ def test_ranks_on_one_gpu_are_machines_of_their_own(tmp_path):
         harness.assert_gone(job.processes, [], harness.LIMIT)
     assert done.returncode == 1
     assert {"0 0 1 machine0", "1 0 1 machine1"} <= {*done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["2"], ["0", "x.py"], ["03_ddp_launch/train.py"]]
+)
+def test_ranks_on_one_gpu_need_a_number_and_a_script(words):
+    done = harness.run([*SHARED, *words], code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("nccl_on_one_gpu.sh: error: ") and not done.stdout
