@@ -9,7 +9,7 @@ SITE_INSTALLED = $(VENV)/site-installed
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks pages sizes diff propagate site exits gpu ray horovod
+.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage site exits gpu ray horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -21,9 +21,11 @@ help:
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
+	@echo "make notebooks SHOW=1 only their listings and diffs, in a second"
 	@echo "make pages            write the lists of stages and docs/faults.md, draw docs/*.png"
 	@echo "make sizes            print how long scripts, notebooks, pages and recipes are"
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
+	@echo "make new-stage NAME=15_x  begin a stage (FROM=NN: it builds on that one)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
@@ -66,13 +68,16 @@ benchmark: $(INSTALLED)
 	$(PY) -m benchmarks.compare $(ARGS)
 
 check: $(INSTALLED)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	@failed=0; \
+	$(PY) -m ruff check . || failed=1; \
+	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m pytest -q -m "not slow and not long" \
-	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py)
+	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py) \
+	  || failed=1; \
+	exit $$failed
 
 notebooks: $(INSTALLED)
-	$(PY) -m tools.notebooks $(NOTEBOOKS)
+	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)
 
 pages: $(INSTALLED)
 	$(PY) -m tools.pages
@@ -85,6 +90,9 @@ diff:
 
 propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
+
+new-stage: $(INSTALLED)
+	@$(PY) -m tools.new_stage $(addprefix --from=,$(FROM)) $(NAME)
 
 site: $(SITE_INSTALLED)
 	@rm -rf docs/_build

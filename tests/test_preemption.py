@@ -35,9 +35,11 @@ from tests.resume_harness import rows
 from tests.resume_harness import uninterrupted
 from tests.training import call_all
 from tests.training import injected
+from tools.stages import first_with
 from tools.stages import with_feature
 
 STAGE, *LATER = with_feature("signals")
+SPLITS = first_with("tensor_parallel")
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_ranks_that_get_the_signal_in_different_steps_stop_after_the_same(
     assert_resumes_and_finishes(run, reference)
 
 
-@pytest.mark.parametrize("stage", [STAGE, only_in_release(LATER[-1])], indirect=True)
+@pytest.mark.parametrize("stage", [STAGE, only_in_release(SPLITS)], indirect=True)
 def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG001
     """A launcher would take the first end for a failure, and kill rank 0."""
     slow = partial(slow_to_write, 1.5)
@@ -147,8 +149,8 @@ LOADING = {
     "stage, moment",
     [
         (STAGE, "just_before_signals_are_caught"),
-        (LATER[-1], "loading"),
-        only_in_release(LATER[-1], "just_before_signals_are_caught"),
+        (SPLITS, "loading"),
+        only_in_release(SPLITS, "just_before_signals_are_caught"),
     ],
     indirect=["stage"],
 )
@@ -185,7 +187,7 @@ EVALUATING = {
     [
         (STAGE, "one_rank"),
         *(only_in_release(STAGE, moment) for moment in list(EVALUATING)[1:]),
-        only_in_release(LATER[-1], "one_rank"),
+        only_in_release(SPLITS, "one_rank"),
     ],
     indirect=["stage"],
 )

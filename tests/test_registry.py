@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from nbtools import harness
 from tests.training import replace_once
-from tools import notebooks
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import known_files
@@ -48,6 +46,17 @@ def test_the_features_are_those_that_stages_toml_explains():
     explained = re.findall(r"^# {15}(\w[\w, ]*?)  ", TOML, re.MULTILINE)
     explained = {word for words in explained for word in words.split(", ")}
     assert explained == set().union(*(s.features for s in registry().values()))
+
+
+def test_nothing_is_left_to_be_written():
+    assert "TODO" not in TOML
+
+
+def test_tests_choose_stages_by_each_feature():
+    """Otherwise a feature proves nothing."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for feature in set().union(*(s.features for s in registry().values())):
+        assert f'"{feature}"' in tests, f"no test asks for the feature {feature}"
 
 
 def test_an_unknown_key_feature_or_stage_is_an_error(tmp_path):
@@ -153,71 +162,37 @@ def test_what_would_go_stale_is_found():
 
 
 # ---- one more stage ------------------------------------------------------------------
-DIFFS = """
-from nbtools import lesson
-for section in lesson.sections({new!r}):
-    if lines := lesson.diff({last!r}, {new!r}, section):
-        print(section, *lines, "", sep="\\n", end="\\0")
-"""
-
-
-def add_stage(root, last, new):
-    """Add a copy of stage `last`, with one more line, to a copy of this repository.
-
-    Only its folder and stages.toml are written.
-    """
-    number, old = new[:2], last[:2]
-    for path in [path for path in (root / last).rglob("*.*") if path.is_file()]:
-        target = (
-            root / new / path.relative_to(root / last).as_posix().replace(last, new)
-        )
-        if path.suffix != ".ipynb" or path.stem == last:  # no companions
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(path.read_text().replace(last, new))
+def fill_in(root, new):
+    """Write what `make new-stage` leaves to a person, in a copy of this repository."""
+    line = f'    print(end="")  # [{new[:2]}] otherwise nothing is different\n'
     end = "    main()\n"
-    line = f'    print(end="")  # [{number}] otherwise nothing is different\n'
-    title = (f'"""[{old}]', f'"""[{number}]')
+    title = ("] TODO", "] A stage that prints nothing.")
     replace_once(root / new / "train.py", title, (f":\n{end}", f":\n{line}{end}"))
-
-    stage = TOML.rpartition("[[stage]]")[2].replace(last, new)
-    stage = re.sub("(?m)^builds_on.*", f'builds_on = "{last}"', stage)
-    stage = re.sub("(?m)^(teaches.*) = .*", r'\1 = "nothing"', stage)
-    (root / "stages.toml").write_text(f"{TOML}\n[[stage]]{stage}")
-
-    book = nbformat.read(root / new / f"{new}.ipynb", as_version=4)
-    book.cells = [cell for cell in book.cells if "show_diff(" not in cell.source]
-    book.cells[0].source = book.cells[0].source.replace(f"# {old} · ", f"# {number} · ")
-    program = DIFFS.format(last=last, new=new)
-    for text in harness.run(["python", "-c", program], cwd=root).stdout.split("\0")[
-        :-1
-    ]:
-        section, _, shown = text.partition("\n")
-        call = f'lesson.show_diff("{last}", "{new}", "{section}")'
-        shown = nbformat.v4.new_output("stream", text=shown)
-        book.cells.append(nbformat.v4.new_code_cell(call, outputs=[shown]))
-    code = [cell for cell in book.cells if cell.cell_type == "code"]
-    for count, cell in enumerate(code, 1):
-        cell.execution_count = count
-    notebooks.write(book, root / new / f"{new}.ipynb")
+    toml = root / "stages.toml"
+    toml.write_text(toml.read_text().replace("TODO", "nothing"))
+    words = ["python", "-m", "tools.notebooks", "--show", f"{new}/{new}.ipynb"]
+    harness.run(words, cwd=root)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_one_more_stage_needs_its_folder_and_stages_toml_only(tmp_path):
-    """`make pages`, and then `make check` passes and the stage's tests are there."""
+    """`make new-stage` and a line: `make check` passes, and the stage has its tests."""
     root = tmp_path / "copy"
     for name in known_files():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    *_, last = stages()
     new = f"{len(stages()) + 1:02}_one_more"
-    add_stage(root, last, new)
-    harness.run(["python", "-m", "ruff", "format", new], cwd=root)
     own = f"PY={sys.executable}"
+    first = ["make", "new-stage", f"NAME={new}", own]
+    harness.run(first, tmp_path / "new", cwd=root, seconds=300)
+    done = harness.run(first, tmp_path / "again", cwd=root, code=2)
+    assert f"{new}: the next stage is named" in done.stderr
+    fill_in(root, new)
     for target in ("pages", "check"):
         harness.run(["make", target, own], tmp_path / target, cwd=root, seconds=1500)
     for module in ("same_weights", "resume", "preemption", "bad_input"):
-        words = [f"tests/test_{module}.py", "--all", "--collect-only", "-q"]
+        words = [f"tests/test_{module}.py", "--release", "--collect-only", "-q"]
         collected = harness.run(["python", "-m", "pytest", *words], cwd=root).stdout
         assert f"[{new}" in collected or f"-{new}" in collected, module

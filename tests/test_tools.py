@@ -104,6 +104,29 @@ def test_propagate_leaves_the_branch_of_a_conflict_and_continues(tree, tmp_path,
     assert tree["05_e"].read_text() == resolved
 
 
+def test_propagate_rewords_a_comment_whatever_stands_around_it(tree, tmp_path):
+    """In 03_c, the lines above and below are different, which git calls a conflict."""
+    old, new = "two = 2  # the old words", "two = 2  # the new words"
+    replace_once(tree["01_a"], ("two = 2", old))
+    for name in ("02_b", "04_d"):
+        replace_once(tree[name], ("two = 2", old))
+    for name in ("03_c", "05_e"):
+        replace_once(tree[name], ("\n\ntwo = 2\n\n", f"\nx = 1\n{old}\ny = 1\n"))
+    who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    words = ["git", *who, "commit", "-qam", "comments"]
+    subprocess.run(words, cwd=tmp_path, check=True)
+    replace_once(tree["01_a"], (old, new))
+    propagate(tmp_path)
+    assert all(new in script.read_text() for script in tree.values())
+    for script in tree.values():  # code is never carried over in this way
+        assert script.read_text().count("two = 2") == 1
+    subprocess.run(words, cwd=tmp_path, check=True)
+    replace_once(tree["02_b"], (new, "two = 22  # the new words"))
+    with pytest.raises(SystemExit, match="2"):
+        propagate(tmp_path, "02_b")
+    assert "||||||| 02_b/train.py at HEAD" in tree["03_c"].read_text()
+
+
 def test_make_diff_shows_what_each_stage_changes():
     diff = "make --no-print-directory diff"
     shown = harness.run(diff).stdout

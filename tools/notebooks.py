@@ -1,14 +1,19 @@
 """`make notebooks`: run them and store their outputs, without timestamps.
 
-python -m tools.notebooks [NOTEBOOK ...]
+python -m tools.notebooks [--show] [NOTEBOOK ...]
 """
 
-import sys
+import argparse
+import ast
+import contextlib
+import io
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
+from nbtools import lesson
+from tools.stages import fail
 from tools.stages import notebooks
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -48,10 +53,46 @@ def execute(path):
     write(book, path)
 
 
+def only_shows(source):
+    """Return whether a cell only prints files of the repository, or diffs of them."""
+    nodes = [*ast.walk(ast.parse(source))]
+    called = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    own = {"lesson", *(n.id for n in names if isinstance(n.ctx, ast.Store))}
+    needs_no_other_cell = own.issuperset(name.id for name in names)
+    shows = bool(called) and all(name.startswith("lesson.show") for name in called)
+    return shows and needs_no_other_cell
+
+
+def show_again(path):
+    """Run only those cells again, in this process, and store what they print."""
+    book = nbformat.read(path, as_version=4)
+    for cell in book.cells:
+        if cell.cell_type == "code" and only_shows(cell.source):
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                exec(cell.source, {"lesson": lesson})
+            shown = nbformat.v4.new_output("stream", text=text.getvalue())
+            cell.outputs = [shown] if shown.text else []
+    write(book, path)
+
+
 def main():
-    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else notebooks():
-        print(path, flush=True)
-        execute(path.resolve())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--show", action="store_true", help="only cells that show files"
+    )
+    parser.add_argument("notebooks", nargs="*", type=Path)
+    args = parser.parse_args()
+    for path in args.notebooks:
+        if path.suffix != ".ipynb" or not path.is_file():
+            fail(f"there is no notebook {path}")
+    for path in args.notebooks or notebooks():
+        if args.show:
+            show_again(path)
+        else:
+            print(path, flush=True)
+            execute(path.resolve())
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 For each stage that differs from the last commit, `git merge-file` merges that
 difference into each stage that builds on it, and so on. Where there is a conflict, it
 leaves git's markers in that script and goes no further on that branch. Resolve them,
-and continue from that stage.
+and continue from that stage. A comment that only changes its words replaces the old
+one wherever the lines around it differ, if the old one is there exactly once.
 
 python -m tools.propagate [STAGE]
 """
 
+import difflib
 import subprocess
 import sys
 import tempfile
@@ -28,20 +30,46 @@ def committed(path, root):
     return done.stdout if done.returncode == 0 else None
 
 
+def without_comment(line):
+    """Return a line of code without its comment; "" for a line that is a comment."""
+    return "" if line.lstrip().startswith("#") else line.partition("  # ")[0].rstrip()
+
+
+def reword_comments(base, edited, target):
+    """Return `base` and `target` with the edits that only change comments' words."""
+    old, new = base.splitlines(keepends=True), edited.splitlines(keepends=True)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for kind, i, j, k, m in reversed(matcher.get_opcodes()):
+        before, after = "".join(old[i:j]), "".join(new[k:m])
+        same_code = [*map(without_comment, old[i:j])] == [
+            *map(without_comment, new[k:m])
+        ]
+        once = (
+            f"\n{base}".count(f"\n{before}") == f"\n{target}".count(f"\n{before}") == 1
+        )
+        if kind == "replace" and same_code and once:
+            old[i:j] = new[k:m]
+            target = f"\n{target}".replace(f"\n{before}", f"\n{after}")[1:]
+    return "".join(old), target
+
+
 def merge(edited, target, root):
     """Merge what changed in a script since the last commit into another one.
 
     Returns whether that worked without a conflict.
     """
-    base = committed(edited, root)
-    if base is None or base == (root / edited).read_text():
+    base, text = committed(edited, root), (root / edited).read_text()
+    if base is None or base == text:
         return True
+    base, merged = reword_comments(base, text, (root / target).read_text())
+    (root / target).write_text(merged)
     with tempfile.NamedTemporaryFile("w", suffix=".py") as old:
         old.write(base)
         old.flush()
         labels = ["-L", target, "-L", f"{edited} at HEAD", "-L", edited]
         files = [str(root / target), old.name, str(root / edited)]
-        done = subprocess.run(["git", "merge-file", *labels, *files], check=False)
+        command = ["git", "merge-file", "--zdiff3", *labels, *files]
+        done = subprocess.run(command, check=False)
     if done.returncode == 0:
         print(f"{edited} -> {target}")
     return done.returncode == 0

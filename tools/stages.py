@@ -104,7 +104,9 @@ def notebooks():
     found = []
     for stage in stages():
         own = ROOT / stage / f"{stage}.ipynb"
-        found += [own, *sorted({*own.parent.glob("*.ipynb")} - {own})]
+        found += sorted(
+            own.parent.glob("*.ipynb"), key=lambda path: (path != own, path)
+        )
     return found
 
 
