@@ -13,10 +13,12 @@ import pytest
 
 from nbtools import harness
 from tests.training import replace_once
-from tools import notebooks
+from tools.notebooks import write
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import known_files
+from tools.stages import notebooks
+from tools.stages import parts
 from tools.stages import plain_command
 from tools.stages import registry
 from tools.stages import span
@@ -42,6 +44,16 @@ def test_a_stage_has_its_files_and_builds_on_another(stage):
     assert (registry()[stage].builds_on is None) == (stage == first)
     assert all(stage in command for command in registry()[stage].commands)
     assert plain_command(stage).split()[0] in ("python", "torchrun")
+
+
+def test_the_notebooks_are_those_of_the_folders_and_the_parts_have_all_stages():
+    found = sorted(ROOT.glob("[0-9][0-9]_*/*.ipynb"))
+    assert sorted(notebooks()) == found and len(found) > len(stages())
+    names = [stage.name for part in parts().values() for stage in part]
+    assert names == stages() and None not in parts()
+    begin = [part[0] for part in parts().values()]
+    assert [s for s in registry().values() if s.part or s.part_zh] == begin
+    assert all(stage.part_zh for stage in begin)
 
 
 def test_the_features_are_those_that_stages_toml_explains():
@@ -180,6 +192,7 @@ def add_stage(root, last, new):
     replace_once(root / new / "train.py", title, (f":\n{end}", f":\n{line}{end}"))
 
     stage = TOML.rpartition("[[stage]]")[2].replace(last, new)
+    stage = re.sub("(?m)^(part.*|companions) = .*\n", "", stage)
     stage = re.sub("(?m)^builds_on.*", f'builds_on = "{last}"', stage)
     stage = re.sub("(?m)^(teaches.*) = .*", r'\1 = "nothing"', stage)
     (root / "stages.toml").write_text(f"{TOML}\n[[stage]]{stage}")
@@ -198,7 +211,7 @@ def add_stage(root, last, new):
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     for count, cell in enumerate(code, 1):
         cell.execution_count = count
-    notebooks.write(book, root / new / f"{new}.ipynb")
+    write(book, root / new / f"{new}.ipynb")
 
 
 @pytest.mark.release
