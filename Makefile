@@ -95,6 +95,8 @@ new-stage: $(INSTALLED)
 	@$(PY) -m tools.new_stage $(addprefix --from=,$(FROM)) $(NAME)
 
 site: $(SITE_INSTALLED)
+	@$(PY) -c 'import myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
+	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r docs/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
 	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto \
 	  -c docs . docs/_build/html

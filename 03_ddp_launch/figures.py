@@ -14,10 +14,13 @@ readable = plt.rc_context({"font.size": 12})
 
 
 @readable
-def ddp_step_on_four_gpus():
-    """Draw one step of DistributedDataParallel: a process per GPU, four buckets."""
+def ddp_step_on_four_gpus(narrow=False):
+    """Draw one step of DistributedDataParallel: a process per GPU, four buckets.
+
+    narrow: so that a phone can show it.
+    """
     compute, talk = COLORS["compute"], COLORS["gradients"]
-    _, axis = plt.subplots(figsize=(10, 3.4))
+    _, axis = plt.subplots(figsize=(6, 4) if narrow else (10, 3.4))
     steps = [("forward, loss", 4, 2), ("backward", 6, 7), ("optimizer", 1.8, 12.5)]
     buckets = [(4.9, 0.5), (6.1, 1.3), (8.1, 1.3), (10.1, 1.3)]  # the first is small
     for start, length in buckets:
@@ -39,7 +42,8 @@ def ddp_step_on_four_gpus():
         (talk, "a bucket of gradients: added up over all GPUs"),
     ):
         axis.barh(0, 0, color=color, label=label)
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.06), "ncols": 2}
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.06)}
+    above["ncols"] = 1 if narrow else 2
     axis.legend(frameon=False, **above)
     axis.set(xlim=(0, 13.6), ylim=(-0.55, 3.5), xticks=[], yticks=range(4))
     axis.set_yticklabels(["GPU 3", "GPU 2", "GPU 1", "GPU 0"])

@@ -1,21 +1,34 @@
 """The settings of Sphinx, which `make site` runs on the repository itself.
 
 The pages are the repository's Markdown files, notebooks and scripts. A new stage needs
-no line here: its folder is found by its name, and all its files are listed below its
-notebook.
+no line here: stages.toml has the order of the notebooks. A page docs/NAME.md finds its
+place in the sidebar, too. It gets the script docs/_static/NAME.js, if there is one,
+and what DATA has for it.
 """
 
+import ast
+import functools
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import diff
+from tools.stages import notebooks
+from tools.stages import parts
+from tools.stages import steps
+
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}  # of the scripts
 
 project = html_title = "Distributed training in PyTorch"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "README"
 source_suffix = dict.fromkeys(LANGUAGES, "myst-nb")  # see prepare
 # What git ignores is not a page. Pages are named without their suffixes, so that a job
@@ -27,20 +40,27 @@ exclude_patterns += [".*", "**/.*", "docs/conf.py", "*/demos/*.sbatch"]
 exclude_patterns += [f"{path.parent.name}/__init__.py" for path in ROOT.glob("*/*.md")]
 nitpicky = True
 smartquotes = False  # otherwise the two hyphens of a flag become a dash
+highlight_language = "text"  # of blocks that do not name one: commands, tables
 
 # The notebooks are shown with the outputs that they are stored with.
 nb_execution_mode = "off"
 nb_merge_streams = True
 nb_render_image_options = {"alt": "what the cell above draws"}
+nb_code_prompt_show = "Show the setup"  # see fold_setup
+nb_code_prompt_hide = "Hide the setup"
 
 myst_heading_anchors = 6  # links to headings, by the names that GitHub gives them
 myst_enable_extensions = []  # no formulas: MathJax would come from another host
 
+# A button copies code, and of what was typed and printed only what was typed.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+copybutton_selector = (
+    "div:not(.output):not(.highlight-diff) > div.highlight pre, div.typed pre"
+)
+
 html_theme = "sphinx_book_theme"
 html_theme_options = {
-    # Each page lists the files of its own folder alone. The others would be a quarter
-    # of the site, and two thirds of the time that building it takes.
-    "collapse_navbar": True,
     "footer_content_items": [],
     "home_page_in_toc": True,
     "navbar_persistent": [],
@@ -50,18 +70,41 @@ html_theme_options = {
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_extra_path = ["index.html"]  # leads to README.html
 html_copy_source = False
 html_use_index = False
+html_search_scorer = str(ROOT / "docs/_static/scorer.js")
 # A summary needs a server, and the site can also be read from a folder.
 html_show_search_summary = False
 
-# The pages in the sidebar, by caption. Below each of them are the files of its folder.
-HOME = {
-    "Stages": "[0-9][0-9]_*/[0-9][0-9]_*",
-    "Pages": "docs/**\nyour_own_script/*\n*/README\nREADME.zh-CN\nCONTRIBUTING",
-    "Code": "*/__init__",
-}
+# What the scripts of pages read from the element with the id "data".
+DATA = {"docs/stage_diff": diff.all_pairs}
+
+# ---- which pages there are, and their order ------------------------------------------
+# Previous and next lead through these.
+BOOK = [root_doc]
+BOOK += [str(path.relative_to(ROOT).with_suffix("")) for path in notebooks()]
+START = ["docs/running", "your_own_script/README", "README.zh-CN"]
+FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
+NOT_SEARCHED = ("tests", "tools", "nbtools")
+
+
+def sidebar():
+    """Return {caption: its pages}. Below each page are those of its folder."""
+    found = {"Start": START}
+    for part, stages in parts().items():
+        numbers = f"{stages[0].number}–{stages[-1].number}"
+        pages = [f"{stage.name}/{stage.name}" for stage in stages]
+        found[f"{part} · {numbers}"] = pages
+    found["When it fails"] = FAILS
+    docs = [f"docs/{path.stem}" for path in sorted(ROOT.glob("docs/*.md"))]
+    others = [page for page in docs if page not in START + FAILS]
+    found["Reference"] = [*others, "recipes/README", "benchmarks/README"]
+    code = [f"{path.parent.name}/__init__" for path in ROOT.glob("*/__init__.py")]
+    code = [page for page in sorted(code) if page != "benchmarks/__init__"]
+    found["Code"] = ["CONTRIBUTING", *code]
+    return found
 
 
 def main_page(folder, env):
@@ -70,14 +113,43 @@ def main_page(folder, env):
     return next((name for name in names if name in env.found_docs), None)
 
 
-def toctree(lines, *options):
+def toctree(pages, *options):
     """Return the directive that puts pages below this one."""
-    return "\n".join(["", "", "```{toctree}", *options, "", lines, "```", ""])
+    lines = [f"/{page}" for page in pages]
+    return "\n".join(["", "", "```{toctree}", *options, "", *lines, "```", ""])
 
 
-def script_page(path, text):
+def below(main, env):
+    """Return the pages below a main page: in reading order, and no scripts."""
+    folder = main.rpartition("/")[0]
+    pages = [page for page in BOOK if page.startswith(f"{folder}/") and page != main]
+    texts = [page for page in sorted(env.found_docs) if page.startswith(f"{folder}/")]
+    is_text = [page for page in texts if env.doc2path(page).suffix == ".md"]
+    return pages + [page for page in is_text if page != main]
+
+
+# ---- pages of scripts ----------------------------------------------------------------
+@functools.cache
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
+def explained_in(path, env):
+    """Return the page that leads to a script: the first of its folder that names it."""
+    top = Path(path.parts[0])
+    name = path.relative_to(top).as_posix()
+    pages = [page for page in BOOK if page.startswith(f"{top}/")]
+    pages += [page for page in sorted(env.found_docs) if page.startswith(f"{top}/")]
+    files = [env.doc2path(page, base=False) for page in pages]
+    named = [f for f in files if str(f).endswith((".ipynb", ".md")) and f != path]
+    found = next((file for file in named if name in text_of(file)), None)
+    return found or env.doc2path(main_page(top, env), base=False)
+
+
+def script_page(path, text, env):
     """Return the page of a script: all its lines, with its banners as headings."""
-    page, line = f"# {path}\n", 1
+    back = os.path.relpath(explained_in(path, env), path.parent)
+    page, line = f"# {path}\n\nExplained in [](<{back}>).\n", 1
     for part in re.split("^(?=# ---- )", text, flags=re.MULTILINE):
         if part.startswith("# ---- "):
             page += "\n## " + part.partition("\n")[0].strip("# -")
@@ -87,18 +159,35 @@ def script_page(path, text):
     return page
 
 
-def files_page(main, env):
-    """Return the list of the files beside and below a main page, notebooks first."""
+def says(path):
+    """Return the first line of a program's docstring, after a colon, or nothing."""
+    if path.suffix != ".py":
+        return ""
+    docstring = ast.get_docstring(ast.parse(text_of(path))) or ""
+    return re.sub(r"^(\[\d\d\] )?(.+)", r": `\2`", docstring.partition("\n")[0])
+
+
+def script_list(main, env):
+    """Return the list of the scripts beside and below a main page, folded."""
     folder = Path(main).parent
-    pages = {Path(env.doc2path(name, base=False)): name for name in env.found_docs}
-    files = [f for f in pages if folder in f.parents and pages[f] != main]
-    lines = [
-        f"{file.relative_to(folder)} </{pages[file]}>"
-        if file.suffix in LANGUAGES
-        else f"/{pages[file]}"  # with the page's own title
-        for file in sorted(files, key=lambda f: (len(f.parts), f.suffix, f))
-    ]
-    return toctree("\n".join(lines), ":caption: Files", ":maxdepth: 1")
+    files = [Path(env.doc2path(page, base=False)) for page in env.found_docs]
+    files = [f for f in files if folder in f.parents and f.suffix in LANGUAGES]
+    files = [f for f in files if f.name != "__init__.py"]
+    files.sort(key=lambda f: (len(f.parts), f.suffix, f))
+    names = {file: file.relative_to(folder).as_posix() for file in files}
+    lines = [f"- [{name}](<{name}>){says(file)}" for file, name in names.items()]
+    if not lines or main.endswith("/__init__"):
+        return "\n".join(["", *lines])
+    summary = f"<summary>All programs of this folder: {len(lines)}</summary>"
+    return "\n".join(["", "", "<details>", summary, "", *lines, "", "</details>", ""])
+
+
+# ---- what is done to each page -------------------------------------------------------
+def fold_setup(book):
+    """Fold the first cell of a notebook, which imports what the others use."""
+    cell = next(cell for cell in book["cells"] if cell["cell_type"] == "code")
+    if "sys.path.insert(" in "".join(cell["source"]):
+        cell["metadata"].setdefault("tags", []).append("hide-input")
 
 
 def prepare(app, page, source):
@@ -106,23 +195,28 @@ def prepare(app, page, source):
 
     Sphinx calls it with the text of each page, in a list, and reads what is left there.
     """
-    path = Path(app.env.doc2path(page, base=False))
+    env, path = app.env, Path(app.env.doc2path(page, base=False))
     if path.name == "__init__.py":
-        source[0] = f"# {path.parent}"
+        source[0] = f"# {path.parent}\n"
     elif path.suffix in LANGUAGES:
-        source[0] = script_page(path, source[0])
+        source[0] = script_page(path, source[0], env)
+    more = ""
     if page == root_doc:
-        for caption, lines in HOME.items():
-            source[0] += toctree(lines, ":glob:", ":hidden:", f":caption: {caption}")
-    elif len(path.parts) == 2 and page == main_page(path.parent, app.env):
-        files = files_page(page, app.env)
-        if path.suffix == ".ipynb":
-            book = json.loads(source[0])
+        for caption, pages in sidebar().items():
+            more += toctree(pages, ":hidden:", f":caption: {caption}")
+    elif len(path.parts) == 2 and page == main_page(path.parent, env):
+        more = script_list(page, env)
+        if pages := below(page, env):
+            more += toctree(pages, ":hidden:")
+    if path.suffix == ".ipynb":
+        book = json.loads(source[0])
+        fold_setup(book)
+        if more:
             cell = {"cell_type": "markdown", "id": "files", "metadata": {}}
-            book["cells"].append(cell | {"source": files})
-            source[0] = json.dumps(book)
-        else:
-            source[0] += files
+            book["cells"].append(cell | {"source": more})
+        source[0] = json.dumps(book)
+    else:
+        source[0] += more
 
 
 def link_folders(app, doctree):
@@ -138,6 +232,63 @@ def link_folders(app, doctree):
                 link.replace_self(link.children)
 
 
+def lay_out(app, doctree):
+    """Mark outputs that begin with a command, and tables of prose.
+
+    Such a table gets columns as wide as their texts ask for. On a phone its rows are
+    cards, in which each cell begins with the name of its column (see site.css).
+    """
+    page = app.env.docname
+    if app.env.doc2path(page).suffix in LANGUAGES:
+        app.env.metadata[page]["orphan"] = True  # no step of the book
+    if page.split("/")[0] in NOT_SEARCHED:
+        app.env.metadata[page]["nosearch"] = True
+    for block in doctree.findall(nodes.literal_block):
+        if "output" in block["classes"] and block.astext().startswith("$ "):
+            block["classes"].append("typed")
+    for table in doctree.findall(nodes.table):
+        names, *rows = [
+            [entry.astext() for entry in row.findall(nodes.entry)]
+            for row in table.findall(nodes.row)
+        ]
+        if len(names) < 3 or sum(map(len, sum(rows, []))) < 100 * len(rows):
+            continue
+        table["classes"] = ["prose", "colwidths-given"]
+        # By the root, so that long texts get more, but not all; 4 is for the narrowest.
+        wide = [4 + sum(map(len, column)) ** 0.5 for column in zip(*rows, strict=True)]
+        for spec, width in zip(table.findall(nodes.colspec), wide, strict=True):
+            spec["colwidth"] = width
+        for row in list(table.findall(nodes.row))[1:]:
+            for name, entry in zip(names, row, strict=True):
+                label = nodes.inline(text=f"{name}: ", classes=["column"])
+                (entry[0] if len(entry) else entry).insert(0, label)
+
+
+def complete(app, page, _template, context, _doctree):
+    """Give a page its neighbors in the book, its script and its data."""
+    for key, step in (("prev", -1), ("next", 1)):
+        place = BOOK.index(page) + step if page in BOOK else -1
+        context[key] = None
+        if 0 <= place < len(BOOK):
+            title = app.builder.render_partial(app.env.titles[BOOK[place]])["title"]
+            link = app.builder.get_relative_uri(page, BOOK[place])
+            context[key] = {"link": link, "title": title}
+    folder, _, name = page.partition("/")
+    if folder == "docs" and (ROOT / f"docs/_static/{name}.js").is_file():
+        app.add_js_file(f"{name}.js", loading_method="defer")
+    if page in DATA:
+        text = json.dumps(DATA[page]()).replace("<", r"\u003c")
+        context["body"] += f'<script type="application/json" id="data">{text}</script>'
+    if page == "docs/stage_diff":
+        for before, after in steps():
+            shown = "\n".join(diff.unified(before, after))
+            shown = app.builder.highlighter.highlight_block(shown, "diff")
+            names = f"{before} → {after}"
+            context["body"] += f"<details><summary>{names}</summary>{shown}</details>"
+
+
 def setup(app):
     app.connect("source-read", prepare)
     app.connect("doctree-read", link_folders)
+    app.connect("doctree-read", lay_out)
+    app.connect("html-page-context", complete)

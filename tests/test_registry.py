@@ -15,6 +15,8 @@ from tests.training import replace_once
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import known_files
+from tools.stages import notebooks
+from tools.stages import parts
 from tools.stages import plain_command
 from tools.stages import registry
 from tools.stages import span
@@ -40,6 +42,16 @@ def test_a_stage_has_its_files_and_builds_on_another(stage):
     assert (registry()[stage].builds_on is None) == (stage == first)
     assert all(stage in command for command in registry()[stage].commands)
     assert plain_command(stage).split()[0] in ("python", "torchrun")
+
+
+def test_the_notebooks_are_those_of_the_folders_and_the_parts_have_all_stages():
+    found = sorted(ROOT.glob("[0-9][0-9]_*/*.ipynb"))
+    assert sorted(notebooks()) == found and len(found) > len(stages())
+    names = [stage.name for part in parts().values() for stage in part]
+    assert names == stages() and None not in parts()
+    begin = [part[0] for part in parts().values()]
+    assert [s for s in registry().values() if s.part or s.part_zh] == begin
+    assert all(stage.part_zh for stage in begin)
 
 
 def test_the_features_are_those_that_stages_toml_explains():

@@ -10,6 +10,7 @@ import pytest
 from nbtools import harness
 from tests.training import replace_once
 from tools import demo
+from tools import diff
 from tools import fault_table
 from tools import gpu
 from tools import pages
@@ -128,14 +129,48 @@ def test_propagate_rewords_a_comment_whatever_stands_around_it(tree, tmp_path):
 
 
 def test_make_diff_shows_what_each_stage_changes():
-    diff = "make --no-print-directory diff"
-    shown = harness.run(diff).stdout
+    command = "make --no-print-directory diff"
+    shown = harness.run(command).stdout
     scripts = re.findall(r"^--- (\w+)/train\.py.*\n\+\+\+ (\w+)/train\.py", shown, re.M)
     assert scripts == steps()
     (before, after), *_ = steps()
-    (one,) = re.findall(r"^\+\+\+ .*", harness.run(f"{diff} B={after}").stdout, re.M)
+    (one,) = re.findall(r"^\+\+\+ .*", harness.run(f"{command} B={after}").stdout, re.M)
     assert after in one
-    assert harness.run(f"{diff} A={after} B={after[:2]}").stdout == ""
+    assert harness.run(f"{command} A={after} B={after[:2]}").stdout == ""
+
+
+def test_the_site_compares_any_two_stages_as_diff_does():
+    found = diff.all_pairs()
+    lines = {name: text.split("\n") for name, text in found["scripts"].items()}
+    assert len(found["hunks"]) == len(stages()) * (len(stages()) - 1) // 2
+    for pair, hunks in found["hunks"].items():
+        before, after = pair.split()
+        shown = []
+        for old, new, signs in hunks:
+            places = {"-": old - 1, "+": new - 1}
+            shown.append(None)
+            for sign in signs:
+                side = "+" if sign == "+" else "-"
+                script = lines[after if side == "+" else before]
+                shown.append(sign + script[places[side]])
+                for each in "-+" if sign == " " else sign:
+                    places[each] += 1
+        wanted = diff.unified(before, after)
+        assert shown == [None if line[:2] == "@@" else line for line in wanted]
+
+
+# ---- make site -----------------------------------------------------------------------
+def test_make_site_without_sphinx_is_one_line(tmp_path):
+    python = tmp_path / "python"  # one that sees no packages
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    built = ROOT / "docs/_build"
+    there = built.exists()
+    done = harness.run(["make", "--silent", "site", f"PY={python}"], code=2)
+    said, *makes_own = done.stderr.splitlines()
+    assert "has no Sphinx" in said and "install -r docs/requirements.txt" in said
+    assert done.stdout == "" and [m[:4] for m in makes_own] == ["make"]
+    assert built.exists() == there
 
 
 # ---- make demo -----------------------------------------------------------------------

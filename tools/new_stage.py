@@ -40,7 +40,9 @@ def script(name, before):
 def entry(name, before):
     """Return the new stage's entry of stages.toml, with the features of `before`."""
     lines = TOML.read_text().split(f'name = "{before}"\n')[1].partition("\n\n")[0]
-    lines = re.sub("(?m)^builds_on.*\n", "", lines).replace(before, name)
+    lines = re.sub("(?m)^(builds_on|part|companions).*\n", "", lines).replace(
+        before, name
+    )
     lines = re.sub("(?m)^(teaches.*) = .*", r'\1 = "TODO"', lines)
     head = f'\n[[stage]]\nname = "{name}"\nbuilds_on = "{before}"\n'
     return f"{head}{lines.rstrip()}\n"

@@ -4,6 +4,7 @@ Each is a PNG that also stores a text, the source of what draws it, so that a te
 see whether the picture is stale.
 """
 
+import functools
 import inspect
 from importlib import import_module
 
@@ -21,7 +22,7 @@ FIGURE = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus
 
 # a picture: the function that draws it, and the function or module that has its source
 PICTURES = {
-    ROOT / "docs/ddp_step.png": (FIGURE, FIGURE),
+    ROOT / "docs/ddp_step.png": (functools.partial(FIGURE, narrow=True), FIGURE),
     ROOT / "docs/what_can_be_split.png": (splits.seven_ways, splits),
 }
 

@@ -43,6 +43,9 @@ class Stage:
     command: str
     features: frozenset
     builds_on: str | None = None
+    part: str | None = None
+    part_zh: str | None = None
+    companions: tuple = ()
     plain_command: str | None = None
 
     @property
@@ -100,13 +103,21 @@ def with_feature(*wanted, without=()):
 
 
 def notebooks():
-    """Return the paths of the stages' notebooks: a stage's own, then its companions."""
-    found = []
-    for stage in stages():
-        own = ROOT / stage / f"{stage}.ipynb"
-        found += sorted(
-            own.parent.glob("*.ipynb"), key=lambda path: (path != own, path)
-        )
+    """Return the paths of the stages' notebooks, those that exist, in reading order."""
+    paths = [
+        ROOT / stage.name / f"{name}.ipynb"
+        for stage in registry().values()
+        for name in (stage.name, *stage.companions)
+    ]
+    return [path for path in paths if path.is_file()]
+
+
+def parts():
+    """Return {part of the book: its stages}, in order."""
+    found, part = {}, None
+    for stage in registry().values():
+        part = stage.part or part
+        found.setdefault(part, []).append(stage)
     return found
 
 
