@@ -15,6 +15,7 @@ FOLDER = ROOT / "your_own_script"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 (DIFF,) = [text for kind, text in BLOCK.findall(README) if kind == "diff"]
 (TRY,) = [text for kind, text in BLOCK.findall(README) if kind == "bash"]
+(CHECKED,) = re.findall(r"^```\n(1 process .*?)```", README, re.MULTILINE | re.DOTALL)
 (STAGE, TWO_MACHINES) = [
     text for kind, text in BLOCK.findall(RUNNING) if kind == "bash"
 ]
@@ -41,7 +42,7 @@ def test_the_diff_shows_lines_of_both_scripts():
 def test_the_commands_to_try_work_on_so_many_processes(processes, tmp_path):
     enter, *commands = TRY.splitlines()
     assert enter == "cd your_own_script"
-    alone, several = commands
+    alone, several, check = commands
     assert alone.startswith("python ") and several.startswith("torchrun ")
     several = several.replace("per-node=2", f"per-node={processes}")
     (tmp_path / "work").mkdir()
@@ -51,6 +52,15 @@ def test_the_commands_to_try_work_on_so_many_processes(processes, tmp_path):
         done = harness.run(words, tmp_path / "out", forks=True, **where)
         first, *_, last = losses(done.stdout)
         assert last < 0.5 * first
+    if processes == 2:  # the command checks on numbers of its own
+        words = [FOLDER / w if w.endswith(".py") else w for w in check.split()]
+        printed = harness.run(words, tmp_path / "out", **where).stdout
+        assert rounded(printed).startswith(rounded(CHECKED))
+
+
+def rounded(text):
+    """Return what check_yours.py prints, without sizes of rounding, and where."""
+    return re.sub(r"difference \d\.\de-1[3-9], in .*", "difference", text)
 
 
 @pytest.mark.parametrize("processes", PROCESSES)

@@ -31,6 +31,7 @@ def code(text):
 
 def links(text):
     """Return the targets in each section, except from language to language."""
+    text = text.replace("questions.zh-CN.md", "questions.md")
     found = [re.findall(r"\]\(([^)]+)\)", part) for part in sections(text)]
     return [Counter(t for t in part if not t.startswith("README")) for part in found]
 
@@ -52,6 +53,14 @@ def test_both_have_the_same(part):
     found = part(ENGLISH)
     assert len(found) >= 2
     assert part(CHINESE) == found
+
+
+def test_both_pages_of_questions_lead_to_the_same():
+    english, chinese = (
+        (ROOT / f"docs/questions{language}.md").read_text()
+        for language in ("", ".zh-CN")
+    )
+    assert len(links(english)[-1]) >= 10 and links(english) == links(chinese)
 
 
 def test_each_leads_to_the_other_and_is_in_its_language():

@@ -34,7 +34,7 @@ TITLES = [
     "val loss",
     "acc@1",
     "images/s",
-    "vs 01",
+    "difference",
 ]
 
 
@@ -87,9 +87,9 @@ def main():
     for row in [TITLES, *table]:
         print(COLUMNS.format(*row))
     print(
-        "\nvs 01: the largest absolute difference, at the end, between the weights and"
-        "\nthose of stage 01, or of the first language model, which trains for one"
-        "\nepoch. images/s, or tokens/s: in training in float64, last epoch, this"
+        "\ndifference: the largest, at the end, between a weight and that of stage 01,"
+        "\nor of the first language model on one process, which trains for one epoch."
+        "\nimages/s, or tokens/s: in training in float64, last epoch, this"
         "\nmachine; it is not a benchmark."
     )
 

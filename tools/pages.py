@@ -1,27 +1,57 @@
 """`make pages`: write what follows from stages.toml and the tests' marks.
 
-These are the lists of stages in README.md and README.zh-CN.md, docs/faults.md, and the
+These are the stages in README.md and README.zh-CN.md, docs/faults.md, and the
 pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is stale.
 
 python -m tools.pages
 """
 
+import re
+from itertools import pairwise
+
 from tools import fault_table
 from tools import picture
 from tools.stages import ROOT
+from tools.stages import notebooks
+from tools.stages import parts
 from tools.stages import registry
 
 START, END = "<!-- stages -->\n", "<!-- end of stages -->\n"
 FRONT_PAGES = ("README.md", "README.zh-CN.md")
+BOOK = re.compile(
+    r"(?<=[*][*]\[Read it as a book\]\()[^)]+|(?<=[*][*]\[当作一本书来读\]\()[^)]+"
+)
+# A fork that publishes the site, with .github/workflows, writes its address here:
+# "https://NAME.github.io/REPOSITORY/". Until then the front pages lead to the notebook.
+SITE = ""
 
 
 def stage_list(page):
-    """Return the list of stages on one of the two front pages, a line each."""
-    lines = []
-    for name, stage in registry().items():
-        says = f"：{stage.teaches_zh}" if "zh" in page else f": {stage.teaches}"
-        lines.append(f"- [{name}]({name}/{name}.ipynb){says}\n")
-    return "".join(lines)
+    """Return the stages as one of the two front pages lists them, by parts."""
+    chinese, lines = "zh" in page, []
+    for part in parts().values():
+        title = part[0].part_zh if chinese else part[0].part
+        lines.append(f"\n**{title}**\n\n")
+        for stage in part:
+            says = f"：{stage.teaches_zh}" if chinese else f": {stage.teaches}"
+            name = stage.name
+            lines.append(f"- [{name}]({name}/{name}.ipynb){says}\n")
+    return "".join(lines) + f"\n{builds_on(chinese)}\n"
+
+
+def builds_on(chinese):
+    """Return a sentence: which stage each builds on."""
+    known = [*registry().values()]
+    others = [
+        (stage.number, stage.builds_on[:2])
+        for before, stage in pairwise(known)
+        if stage.builds_on != before.name
+    ]
+    if chinese:
+        but = "、".join(f"{one} 建立在 {other} 之上" for one, other in others)
+        return f"每个阶段都建立在前一阶段之上，例外：{but}。"
+    but = ", ".join(f"{one}, which builds on {other}" for one, other in others)
+    return f"Each builds on the one before it, except {but}."
 
 
 def pages():
@@ -33,7 +63,10 @@ def pages():
     for page in FRONT_PAGES:
         above, rest = (ROOT / page).read_text().split(START)
         _, below = rest.split(END)
-        found[ROOT / page] = above + START + stage_list(page) + END + below
+        text = above + START + stage_list(page) + END + below
+        first, *_ = notebooks()
+        book = SITE or first.relative_to(ROOT).as_posix()
+        found[ROOT / page] = BOOK.sub(book, text)
     return found
 
 
