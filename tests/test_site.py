@@ -1,23 +1,51 @@
-"""The site that `make site` builds: complete, without dead links, not too wide."""
+"""The site that `make site` builds is a book, complete, and works from a folder."""
 
 import importlib.util
+import io
+import itertools
 import os
 import re
 import shutil
 import sys
+from pathlib import Path
+from urllib.parse import quote
 from urllib.parse import unquote
 
 import pytest
+from PIL import Image
 
 from nbtools import harness
+from tools import diff
 from tools.stages import ROOT
+from tools.stages import first_with
 from tools.stages import known_files
+from tools.stages import notebooks
+from tools.stages import parts
+from tools.stages import steps
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SITE = ROOT / "docs/_build/html"
-PAGES = ["README.html", "03_ddp_launch/03_ddp_launch.html"]
-WIDTHS = {"phone": 390, "desktop": 1280}
+DDP = "{0}/{0}.html".format(first_with("ddp"))
+SHARDS = "{0}/{0}.html".format(first_with("shards"))
+SYMPTOMS, STAGE_DIFF = "docs/symptoms.html", "docs/stage_diff.html"
+BENCHMARKS = "benchmarks/README.html"
+PAGES = ["README.html", DDP, SHARDS, SYMPTOMS, "docs/faults.html", BENCHMARKS]
+PHONE, TABLET, DESKTOP, LARGE = 390, 768, 1280, 1920
+# What readers search for, and the page that explains it.
+MESSAGES = {
+    "hang": SYMPTOMS,
+    "ChildFailedError": SYMPTOMS,
+    "Address already in use": SYMPTOMS,
+    "NCCL timeout": SYMPTOMS,
+    "Watchdog caught collective operation timeout": SYMPTOMS,
+    "CUDA out of memory": SYMPTOMS,
+    "Bus error": SYMPTOMS,
+    "Connection closed by peer": SYMPTOMS,
+    "DUE TO TIME LIMIT": SYMPTOMS,
+    "unused parameters": f"{first_with('ddp')}/what_goes_wrong.html",
+    "learning rate": f"{first_with('ddp')}/batch_and_learning_rate.html",
+}
 
 
 def need(there, what):
@@ -32,7 +60,8 @@ def is_built():
         return False
     built = front_page.stat().st_mtime
     newer = [n for n in known_files() if (ROOT / n).stat().st_mtime > built]
-    return not [n for n in newer if n.endswith((".md", ".ipynb")) or "docs/" in n]
+    ends = (".md", ".ipynb", "train.py", "stages.toml")
+    return not [n for n in newer if n.endswith(ends) or n.startswith("docs/")]
 
 
 @pytest.fixture(scope="module")
@@ -45,44 +74,317 @@ def site():
     return SITE
 
 
+@pytest.fixture(scope="module")
+def texts(site):
+    """Return {path below the site: text} of its pages."""
+    pages = [page for page in site.rglob("*.html") if "_static" not in page.parts]
+    return {page.relative_to(site).as_posix(): page.read_text() for page in pages}
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    program = shutil.which("chromium")
+    need(program, "no Chromium; on Debian: apt-get install chromium")
+    need(importlib.util.find_spec("playwright"), "no playwright; make site installs it")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(site, chromium):
+    """Return a function that opens a page from the folder, at a width.
+
+    At the end no page has asked another host for something, or printed an error.
+    """
+    contexts, asked_for, errors = [], [], []
+
+    def open_page(name, width=DESKTOP, theme="light", **options):
+        size = {"width": width, "height": 800}
+        context = chromium.new_context(viewport=size, color_scheme=theme, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: asked_for.append(request.url))
+        page.on("pageerror", lambda error: errors.append(f"{name}: {error}"))
+        page.on("console", lambda m: m.type == "error" and errors.append(m.text))
+        page.goto(f"file://{site / name}")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert asked_for
+    assert [url for url in asked_for if not url.startswith(("file:", "data:"))] == []
+    assert errors == []
+
+
+# ---- which pages there are -----------------------------------------------------------
 def test_every_page_and_notebook_is_there(site):
     names = [n for n in known_files() if re.search(r"\.(md|ipynb)$", n) and n[0] != "."]
     assert len(names) > 20
     assert [n for n in names if not (site / n).with_suffix(".html").is_file()] == []
 
 
-def test_every_link_leads_somewhere(site):
-    pages = [page for page in site.rglob("*.html") if "_static" not in page.parts]
-    texts = {page: page.read_text() for page in pages}
-    ids = {page: set(re.findall(r'\bid="([^"]+)"', texts[page])) for page in pages}
-    dead, checked = [], 0
+def test_every_link_leads_somewhere_and_every_page_is_linked(site, texts):
+    ids = {
+        name: set(re.findall(r'\bid="([^"]+)"', text)) for name, text in texts.items()
+    }
+    dead, linked, checked = [], set(), 0
     for page, text in texts.items():
         for link in re.findall(r'(?:href|src)="(?!\w+:|//)([^"]+)"', text):
             path, _, anchor = unquote(link).partition("#")
-            file = (page.parent / path.partition("?")[0]).resolve() if path else page
-            missing = anchor and anchor not in ids.get(file, ())
+            file = (
+                (site / page).parent / path.partition("?")[0] if path else site / page
+            )
+            name = os.path.relpath(file, site)
+            missing = anchor and anchor not in ids.get(name, ())
             dead += [f"{page}: {link}"] if missing or not file.is_file() else []
+            linked |= {name} - {page}
             checked += 1
     assert checked > 1000
     assert dead == []
+    assert set(texts) - linked <= {"index.html", "search.html"}
 
 
-@pytest.mark.parametrize("window", WIDTHS)
-def test_a_browser_shows_whole_pages(site, window):
-    chromium = shutil.which("chromium")
-    need(chromium, "no Chromium; on Debian: apt-get install chromium")
-    need(importlib.util.find_spec("playwright"), "no playwright; make site installs it")
-    from playwright.sync_api import sync_playwright
+# ---- a book --------------------------------------------------------------------------
+def test_previous_and_next_lead_through_the_notebooks_in_order(texts):
+    order = [path.relative_to(ROOT).with_suffix(".html") for path in notebooks()]
+    order = ["README.html", *(path.as_posix() for path in order)]
+    following = {}
+    for page, text in texts.items():
+        for kind, link in re.findall(
+            r'class="(left-prev|right-next)"\s+href="(.*?)"', text
+        ):
+            there = os.path.normpath(Path(page).parent / link)
+            following[page, kind] = there
+    pairs = list(itertools.pairwise(order))
+    wanted = {(one, "right-next"): other for one, other in pairs}
+    wanted |= {(other, "left-prev"): one for one, other in pairs}
+    assert following == wanted
 
-    asked_for = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium)
-        page = browser.new_page(viewport={"width": WIDTHS[window], "height": 800})
-        page.on("request", lambda request: asked_for.append(request.url))
-        for name in PAGES:
-            page.goto(f"file://{site / name}")
-            width = page.evaluate("document.documentElement.scrollWidth")
-            broken = page.evaluate("[...document.images].some((i) => !i.naturalWidth)")
-            assert (name, width, broken) == (name, WIDTHS[window], False)
-        browser.close()
-    assert [url for url in asked_for if not url.startswith(("file:", "data:"))] == []
+
+def test_the_sidebar_has_captions_in_order(texts):
+    found = re.findall(r'class="caption-text">(.*?)<', texts["README.html"])
+    ranges = [
+        f"{part} · {stages[0].number}–{stages[-1].number}"
+        for part, stages in parts().items()
+    ]
+    assert found == ["Start", *ranges, "When it fails", "Reference", "Code"]
+
+
+def test_a_script_leads_back_to_the_page_that_explains_it(texts):
+    scripts = [name for name in known_files() if name.endswith((".py", ".sbatch"))]
+    pages = {name: texts.get(re.sub(r"\.\w+$", ".html", name)) for name in scripts}
+    pages = {
+        name: text for name, text in pages.items() if text and "__init__" not in name
+    }
+    assert len(pages) > 200
+    back = r'<p>Explained in <a class="reference internal" href="([^"]+)'
+    left = {name: re.findall(back, text) for name, text in pages.items()}
+    assert [name for name in pages if len(left[name]) != 1] == []
+    stage = first_with("ddp")
+    assert left[f"{stage}/demos/unused_parameter.py"] == ["../what_goes_wrong.html"]
+    assert left[f"{stage}/train.py"] == [f"{stage}.html"]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_setup_and_the_list_of_programs_are_folded(visit, width):
+    page = visit(DDP, width)
+    cell = page.locator("div.cell").first
+    assert not cell.locator(".cell_input pre").is_visible()
+    assert cell.locator(".cell_output pre").is_visible()
+    cell.locator("summary").click()
+    assert cell.locator(".cell_input pre").is_visible()
+    listed = page.locator("details a[href^='demos/']")
+    assert listed.count() > 5 and not listed.first.is_visible()
+    page.get_by_text("All programs of this folder").click()
+    assert listed.first.is_visible()
+
+
+# ---- it can be read ------------------------------------------------------------------
+TOO_WIDE = """() => {
+  const article = document.querySelector(".bd-article").getBoundingClientRect();
+  const boxes = document.querySelectorAll(".bd-article :is(pre, img, td, h1, h2, p)");
+  return [...boxes].filter((each) => {
+    const box = each.getBoundingClientRect();
+    const scrolls = each.closest(".pst-scrollable-table-container table:not(.prose)");
+    return !scrolls && box.width && box.right > article.right + 1;
+  }).map((each) => each.textContent.slice(0, 80));
+}"""
+
+
+@pytest.mark.parametrize("width", [PHONE, TABLET, DESKTOP, LARGE])
+def test_nothing_is_wider_than_the_page_and_every_column_is_in_sight(visit, width):
+    for name in PAGES:
+        page = visit(name, width)
+        assert page.evaluate("document.documentElement.scrollWidth") == width, name
+        assert page.evaluate(TOO_WIDE) == [], name
+        broken = "[...document.images].some((image) => !image.naturalWidth)"
+        assert not page.evaluate(broken), name
+        if name == SYMPTOMS:
+            assert page.locator("table.prose").count() == page.locator("table").count()
+
+
+LINES_OF_A_WORD = """(word) => {
+  const found = [];
+  const titles = "h1, .prev-next-title, .bd-sidebar-primary a";
+  for (const each of document.querySelectorAll(titles)) {
+    const text = document.createTreeWalker(each, NodeFilter.SHOW_TEXT).nextNode();
+    const start = text ? text.data.indexOf(word) : -1;
+    if (start < 0) continue;
+    const range = document.createRange();
+    range.setStart(text, start);
+    range.setEnd(text, start + word.length);
+    if (range.getClientRects().length) found.push(range.getClientRects().length);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_a_long_word_in_a_title_is_not_broken(visit, width):
+    after = f"{first_with('ddp')}/what_goes_wrong.html"  # previous: DDP
+    for name in (DDP, after):
+        found = visit(name, width).evaluate(LINES_OF_A_WORD, "DistributedDataParallel")
+        assert found and set(found) == {1}, name
+
+
+def rgb(page, selector):
+    """Return the color of an element, as three numbers."""
+    color = f"getComputedStyle(document.querySelector('{selector}')).color"
+    return tuple(map(int, re.findall(r"\d+", page.evaluate(color))[:3]))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_diffs_have_colors_and_tables_of_text_have_none(visit, texts, theme):
+    page = visit("README.html", theme=theme)
+    red, green, _ = rgb(page, ".highlight-diff .gd")
+    assert red > green
+    red, green, _ = rgb(page, ".highlight-diff .gi")
+    assert green > red
+    kinds = set(re.findall(r"highlight-(\w+) notranslate", texts[BENCHMARKS]))
+    assert kinds == {"bash", "text"}
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_a_figure_is_enlarged_and_has_the_color_of_a_dark_page(visit, width):
+    page = visit(DDP, width, "dark")
+    figure = page.locator(".cell_output img").first
+    corner = Image.open(io.BytesIO(figure.screenshot())).convert("RGB").getpixel((2, 2))
+    background = "getComputedStyle(document.body).backgroundColor"
+    wanted = map(int, re.findall(r"\d+", page.evaluate(background))[:3])
+    assert all(abs(a - b) <= 2 for a, b in zip(corner, wanted, strict=True))
+    figure.click()
+    large = page.locator("dialog img")
+    assert large.is_visible()
+    assert large.evaluate("(i) => [i.width - i.naturalWidth]") == [0]
+    if width == PHONE:
+        dialog = page.locator("dialog")
+        assert dialog.evaluate("(each) => each.scrollWidth > each.clientWidth + 100")
+    page.keyboard.press("Escape")
+    assert not large.is_visible()
+
+
+def test_a_button_copies_what_was_typed(visit):
+    page = visit("docs/uneven_inputs.html")
+    page.evaluate("""document.addEventListener("copy", () => {
+      window.copied = document.activeElement.value;
+    })""")
+    block = page.locator("div.highlight", has_text="$ python").first
+    block.hover()
+    block.locator("button.copybtn").click()
+    text = page.evaluate("window.copied")
+    assert text.startswith("python ") and "\n" not in text
+    page = visit(DDP)
+    outputs = page.locator(".cell_output .highlight")
+    buttons = [outputs.nth(n).locator("button").count() for n in range(outputs.count())]
+    typed = [t.lstrip().startswith("$ ") for t in outputs.all_inner_texts()]
+    assert buttons == typed and len(set(typed)) == 2
+
+
+# ---- symptoms ------------------------------------------------------------------------
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_symptoms_are_filtered_by_words(visit, width):
+    page = visit(SYMPTOMS, width)
+    rows = page.locator("tbody tr")
+    every = rows.count()
+    left = page.locator("tbody tr:visible")
+    assert left.count() == every > 200
+    page.get_by_label("Words of your message").fill("PEER closed")
+    assert 0 < left.count() < 5
+    assert all("closed by peer" in row for row in left.all_inner_texts())
+    assert page.locator("h2:visible").count() < 3  # and no heading without rows
+    assert left.first.locator("td").last.is_visible()
+    page.get_by_label("Words of your message").fill("peer closed xyzzy")
+    assert 0 < left.count() < 5
+    assert "2 of them" in page.locator("output").inner_text()
+    page.get_by_label("Words of your message").fill("")
+    assert left.count() == every
+    page = visit(f"{SYMPTOMS}#find=closed%20peer", width)
+    assert 0 < page.locator("tbody tr:visible").count() < 5
+
+
+def test_symptoms_can_be_read_without_javascript(visit):
+    page = visit(SYMPTOMS, java_script_enabled=False)
+    assert page.locator("tbody tr:visible").count() > 200
+    assert page.locator("form.filter").count() == 0
+
+
+# ---- any two stages ------------------------------------------------------------------
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_difference_between_two_stages_is_that_of_diff(visit, width):
+    page = visit(STAGE_DIFF, width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    shown = page.locator("#shown")
+    (one, two), *_, (three, four) = steps()
+    turn = str.maketrans("+-", "-+")
+    for before, after in ((one, two), (three, four), (one, four), (four, one)):
+        page.get_by_label("from").select_option(before)
+        page.get_by_label("to", exact=True).select_option(after)
+        lines = shown.inner_text().rstrip("\n").split("\n")
+        lines = [line for line in lines if not line.startswith("@@")]
+        wanted = diff.unified(*sorted((before, after)))
+        wanted = [line for line in wanted if not line.startswith("@@")]
+        if before > after:
+            wanted = [line[0].translate(turn) + line[1:] for line in wanted]
+        assert lines == wanted
+    page = visit(f"{STAGE_DIFF}#{one[:2]}-{four[:2]}", width)
+    assert page.get_by_label("to", exact=True).input_value() == four
+
+
+def test_what_each_stage_changes_can_be_read_without_javascript(visit):
+    page = visit(STAGE_DIFF, java_script_enabled=False)
+    found = page.locator(".bd-article details summary").all_inner_texts()
+    assert found == [" → ".join(step) for step in steps()]
+
+
+# ---- search --------------------------------------------------------------------------
+def found_by(page, words):
+    """Return the addresses of what a search finds, in order."""
+    page.goto(f"file://{SITE}/search.html?q={quote(words)}")
+    page.wait_for_selector(".search-summary:has-text('found')")
+    links = "[...document.querySelectorAll('ul.search li > a')].map((a) => a.href)"
+    found = page.evaluate(links)
+    return [unquote(url).removeprefix(f"file://{SITE}/") for url in found]
+
+
+def test_a_search_finds_first_what_explains_a_message(visit):
+    page = visit("search.html")
+    for words, wanted in MESSAGES.items():
+        found = found_by(page, words)
+        assert re.match(re.escape(wanted), found[0]), (words, found[:5])
+        assert not [f for f in found if re.match("(tests|tools|nbtools)/", f)], words
+    page.goto(f"file://{SITE}/{SYMPTOMS}#find=ChildFailedError")
+    assert 0 < page.locator("tbody tr:visible").count() < 10
+
+
+def test_a_result_in_the_symptoms_shows_the_rows_with_these_words(visit):
+    page = visit("search.html")
+    first, *_ = found_by(page, "ChildFailedError")
+    assert first == f"{SYMPTOMS}#find=ChildFailedError"
+    page.locator("ul.search li > a").first.click()
+    page.wait_for_selector("form.filter")
+    assert 0 < page.locator("tbody tr:visible").count() < 10
