@@ -15,11 +15,13 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from matplotlib import colors
 from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from nbtools import drawing
 from tools import diff
 from tools.stages import notebooks
 from tools.stages import parts
@@ -79,13 +81,20 @@ html_search_scorer = str(ROOT / "docs/_static/scorer.js")
 html_show_search_summary = False
 
 # What the scripts of pages read from the element with the id "data".
-DATA = {"docs/stage_diff": diff.all_pairs}
+DATA = {
+    "docs/stage_diff": diff.all_pairs,
+    # those of the figures, whose names begin with "tab:" in Matplotlib
+    "docs/calculator": lambda: {
+        "colors": {kind: colors.to_hex(name) for kind, name in drawing.COLORS.items()}
+    },
+}
 
 # ---- which pages there are, and their order ------------------------------------------
 # Previous and next lead through these.
 BOOK = [root_doc]
 BOOK += [str(path.relative_to(ROOT).with_suffix("")) for path in notebooks()]
-START = ["docs/running", "your_own_script/README", "README.zh-CN"]
+START = ["docs/running", "docs/questions", "your_own_script/README"]
+START += ["README.zh-CN", "docs/questions.zh-CN"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
 NOT_SEARCHED = ("tests", "tools", "nbtools")
 

@@ -1,5 +1,6 @@
 """The site that `make site` builds is a book, complete, and works from a folder."""
 
+import dataclasses
 import importlib.util
 import io
 import itertools
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 
 from nbtools import harness
+from tests.training import load_program
 from tools import diff
 from tools.stages import ROOT
 from tools.stages import first_with
@@ -29,8 +31,18 @@ SITE = ROOT / "docs/_build/html"
 DDP = "{0}/{0}.html".format(first_with("ddp"))
 SHARDS = "{0}/{0}.html".format(first_with("shards"))
 SYMPTOMS, STAGE_DIFF = "docs/symptoms.html", "docs/stage_diff.html"
+CALCULATOR = "docs/calculator.html"
+memory = load_program(ROOT / "your_own_script/memory.py", "memory_calculator")
 BENCHMARKS = "benchmarks/README.html"
-PAGES = ["README.html", DDP, SHARDS, SYMPTOMS, "docs/faults.html", BENCHMARKS]
+PAGES = [
+    "README.html",
+    DDP,
+    SHARDS,
+    SYMPTOMS,
+    "docs/faults.html",
+    BENCHMARKS,
+    CALCULATOR,
+]
 PHONE, TABLET, DESKTOP, LARGE = 390, 768, 1280, 1920
 # What readers search for, and the page that explains it.
 MESSAGES = {
@@ -359,6 +371,78 @@ def test_what_each_stage_changes_can_be_read_without_javascript(visit):
     page = visit(STAGE_DIFF, java_script_enabled=False)
     found = page.locator(".bd-article details summary").all_inner_texts()
     assert found == [" → ".join(step) for step in steps()]
+
+
+# ---- the memory calculator -----------------------------------------------------------
+# What the models' own pages say they have.
+PARAMETERS = {
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+    "Mistral-7B": 7_241_732_096,
+    "Qwen2-7B": 7_615_616_512,
+    "Qwen2.5-0.5B": 494_032_768,
+    "GPT-2": 124_439_808,
+}
+OTHER = "model=another+shape&layers=3&width=96&heads=4&inner=200&vocabulary=1000"
+SHAPES = [
+    *(f"model={quote(name)}" for name in PARAMETERS),
+    f"{OTHER}&kv_heads=2&positions=0&qkv_bias=true&block=llama",
+    f"{OTHER}&kv_heads=4&positions=64&tied=true&block=gpt",
+]
+OPTIONS = [
+    f"gpus={gpus}&tokens={tokens}&precision={precision}&groups={groups}"
+    f"&activation_checkpointing={recompute}&grad_accum={accumulate}"
+    for gpus, tokens in ((1, 480), (8, 8192), (3, 1))
+    for precision in ("bf16", "float32")
+    for groups in memory.GROUPS
+    for recompute in ("false", "true")
+    for accumulate in ("false", "true")
+    if groups != "ddp" or accumulate == "false"
+]
+CALCULATED = """(hash) => {
+  location.hash = hash;
+  fromAddress();
+  const all = settings();
+  const { parameters, lines } = table(all, all);
+  return [all, parameters, lines];
+}"""
+
+
+def test_the_calculator_has_the_numbers_of_memory_py(visit):
+    page = visit(CALCULATOR)
+    compared = 0
+    for shape, options in itertools.product(SHAPES, OPTIONS):
+        given, parameters, lines = page.evaluate(CALCULATED, f"{shape}&{options}")
+        names = [field.name for field in dataclasses.fields(memory.Shape)]
+        sizes = {name: given[name] for name in names if name != "head_dim"}
+        counted = memory.Shape(**sizes, head_dim=given["width"] // given["heads"])
+        assert parameters == counted.parameters
+        assert parameters == PARAMETERS.get(given["model"], parameters)
+        flags = ("gpus", "tokens", "precision", "groups", "activation_checkpointing")
+        flags = {name: given[name] for name in (*flags, "grad_accum")}
+        assert lines == memory.table(counted, **flags), (shape, options)
+        compared += len(lines)
+    assert compared > 5000
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_calculator_says_what_fits(visit, width):
+    page = visit(CALCULATOR, width)
+    result, bars = page.locator(".calculated"), page.locator(".calculated .bar")
+    most = max(memory.together(memory.table(memory.Shape())))
+    assert f"At most {most / 2**30:.2f} GiB: does not fit" in result.inner_text()
+    assert bars.count() == len(memory.MOMENTS)
+    page.get_by_label("activation checkpointing").check()
+    assert "fits in 79 GiB." in result.inner_text()
+    assert "activation_checkpointing=true" in page.url
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.get_by_label("GPUs that share").fill("0")
+    assert result.inner_text().startswith("gpus: ")
+    assert not page.get_by_label("layers").is_visible()
+    page.locator("[name=model]").select_option("another shape")
+    page.get_by_label("GPUs that share").fill("8")
+    page.locator("[name=heads]").fill("3")
+    assert result.inner_text() == "heads must divide width"
 
 
 # ---- search --------------------------------------------------------------------------
