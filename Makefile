@@ -9,7 +9,7 @@ SITE_INSTALLED = $(VENV)/site-installed
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage site exits gpu ray horovod
+.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage steps site exits gpu ray horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -27,6 +27,7 @@ help:
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
 	@echo "make new-stage NAME=15_x  begin a stage (FROM=NN: it builds on that one)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
+	@echo "make steps            record docs/steps.json, a training step of some stages"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
@@ -93,6 +94,9 @@ propagate: $(INSTALLED)
 
 new-stage: $(INSTALLED)
 	@$(PY) -m tools.new_stage $(addprefix --from=,$(FROM)) $(NAME)
+
+steps: $(INSTALLED)
+	$(PY) -m tools.record_steps
 
 site: $(SITE_INSTALLED)
 	@$(PY) -c 'import myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \

@@ -80,13 +80,22 @@ html_search_scorer = str(ROOT / "docs/_static/scorer.js")
 # A summary needs a server, and the site can also be read from a folder.
 html_show_search_summary = False
 
+# The colors of the figures, which Matplotlib names "tab:blue" and so on.
+COLORS = {kind: colors.to_hex(name) for kind, name in drawing.COLORS.items()}
+
+
+def recorded_steps():
+    """Return the recorded steps, and the scripts of their stages."""
+    recorded = json.loads((ROOT / "docs/steps.json").read_text())
+    scripts = {name: (ROOT / name / "train.py").read_text() for name in recorded}
+    return {"recorded": recorded, "scripts": scripts, "colors": COLORS}
+
+
 # What the scripts of pages read from the element with the id "data".
 DATA = {
     "docs/stage_diff": diff.all_pairs,
-    # those of the figures, whose names begin with "tab:" in Matplotlib
-    "docs/calculator": lambda: {
-        "colors": {kind: colors.to_hex(name) for kind, name in drawing.COLORS.items()}
-    },
+    "docs/calculator": lambda: {"colors": COLORS},
+    "docs/steps": recorded_steps,
 }
 
 # ---- which pages there are, and their order ------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ SITE = ROOT / "docs/_build/html"
 DDP = "{0}/{0}.html".format(first_with("ddp"))
 SHARDS = "{0}/{0}.html".format(first_with("shards"))
 SYMPTOMS, STAGE_DIFF = "docs/symptoms.html", "docs/stage_diff.html"
-CALCULATOR = "docs/calculator.html"
+CALCULATOR, STEPS = "docs/calculator.html", "docs/steps.html"
 memory = load_program(ROOT / "your_own_script/memory.py", "memory_calculator")
 BENCHMARKS = "benchmarks/README.html"
 PAGES = [
@@ -443,6 +444,33 @@ def test_the_calculator_says_what_fits(visit, width):
     page.get_by_label("GPUs that share").fill("8")
     page.locator("[name=heads]").fill("3")
     assert result.inner_text() == "heads must divide width"
+
+
+# ---- a training step -----------------------------------------------------------------
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_one_goes_through_a_recorded_step_by_keys(visit, width):
+    recorded = json.loads((ROOT / "docs/steps.json").read_text())
+    first, *_, last = recorded
+    page = visit(STEPS, width)
+    says, ranks = page.locator(".says"), page.locator(".rank")
+    for stage in (first, last):
+        page.locator(".steps select").select_option(stage)
+        page.locator(".bd-article h1").click()
+        script = (ROOT / stage / "train.py").read_text().splitlines()
+        for moment in recorded[stage][0]:
+            what, module = moment[0], moment[1]
+            wanted = what if isinstance(module, list) else module
+            wanted = "optimizer" if what == "optimizer" else wanted
+            assert wanted in says.inner_text()
+            line = page.locator(".steps pre .hll").inner_text()
+            assert line.rstrip("\n")[6:] == script[moment[-2] - 1]
+            sending = page.locator(".rank.sends").count()
+            assert sending == (ranks.count() if isinstance(module, list) else 0)
+            page.keyboard.press("ArrowRight")
+        assert ranks.count() == len(recorded[stage])
+        page.keyboard.press("ArrowLeft")
+        assert page.url.endswith(f"#{stage[:2]}-{len(recorded[stage][0]) - 1}")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 # ---- search --------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The commands of `make` do what they say, and the pages they write are not stale."""
 
+import json
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tools import fault_table
 from tools import gpu
 from tools import pages
 from tools import picture
+from tools import record_steps
 from tools.propagate import propagate
 from tools.sizes import changed_lines
 from tools.stages import ROOT
@@ -160,6 +162,25 @@ def test_the_site_compares_any_two_stages_as_diff_does():
                     places[each] += 1
         wanted = diff.unified(before, after)
         assert shown == [None if line[:2] == "@@" else line for line in wanted]
+
+
+# ---- make steps ----------------------------------------------------------------------
+@pytest.mark.parametrize("stage", map(only_in_ci, record_steps.RUNS))
+def test_a_recorded_step_is_one_that_the_stage_takes(stage, tmp_path):
+    """A fresh recording is equal; all ranks do the same things, in the same order."""
+    stored = json.loads(record_steps.PAGE.read_text())
+    assert [*stored] == [*record_steps.RUNS]
+    ranks = record_steps.record(stage, tmp_path)
+    assert ranks == stored[stage], "stale: type `make steps`"
+    processes, _ = record_steps.RUNS[stage]
+    assert len(ranks) == processes
+    for moments in zip(*ranks, strict=True):
+        assert len({moment[0] for moment in moments}) == 1  # what happens
+        assert len({moment[-2] for moment in moments}) == 1  # the line
+        for rank, moment in enumerate(moments):
+            assert not isinstance(moment[1], list) or rank in moment[1]
+    kinds = {moment[0] for moment in ranks[0]}
+    assert {"forward", "backward", "all_reduce", "optimizer"} <= kinds
 
 
 # ---- make site -----------------------------------------------------------------------
