@@ -274,7 +274,7 @@ def test_the_pages_name_only_what_exists(page):
     for target in targets:
         assert (ROOT / target).exists(), target
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)
+    commands = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
     assert commands
     for command in commands:
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
