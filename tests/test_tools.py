@@ -165,7 +165,7 @@ def test_the_site_compares_any_two_stages_as_diff_does():
 
 
 # ---- make steps ----------------------------------------------------------------------
-@pytest.mark.parametrize("stage", map(only_in_ci, record_steps.RUNS))
+@pytest.mark.parametrize("stage", [*map(only_in_ci, record_steps.RUNS)])
 def test_a_recorded_step_is_one_that_the_stage_takes(stage, tmp_path):
     """A fresh recording is equal; all ranks do the same things, in the same order."""
     stored = json.loads(record_steps.PAGE.read_text())
