@@ -811,8 +811,8 @@ def test_only_the_last_answer_of_the_page_has_labels(tmp_path):
     tokens, labels = sample.T
     said = "<begin> user 1 2 <end> assistant 3 <end> user 4 <end> assistant 5 6 <end>"
     assert tokenizer.decode(tokens) == said
-    assert labels.tolist() == [-100] * 13 + tokens[13:].tolist()
-    assert tokenizer.decode(labels[13:]) == "5 6 <end>"
+    assert labels.tolist() == [-100] * 12 + tokens[12:].tolist()
+    assert tokenizer.decode(labels[12:]) == "5 6 <end>"
 
     ((inputs, labels),) = program.collate([sample[-4:], sample[-3:]])
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
