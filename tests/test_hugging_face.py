@@ -869,7 +869,8 @@ def test_where_a_packed_sample_begins(family):
 
 def write_peak(script, folder, path):
     """Write the loss of a program, and the memory of its process at its peak."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
     inputs, labels = torch.randint(0, 32_000, (2, 32, 128))
     args = SimpleNamespace(bf16=False)
     for _ in range(2):
