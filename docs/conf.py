@@ -164,7 +164,10 @@ def says(path):
     if path.suffix != ".py":
         return ""
     docstring = ast.get_docstring(ast.parse(text_of(path))) or ""
-    return re.sub(r"^(\[\d\d\] )?(.+)", r": `\2`", docstring.partition("\n")[0])
+    line = re.sub(r"^\[\d\d\] ", "", docstring.partition("\n")[0])
+    # no markup, except code
+    line = re.sub(r"(`[^`]*`)|([*_<>[\]])", lambda m: m[1] or f"\\{m[2]}", line)
+    return f": {line}" if line else ""
 
 
 def script_list(main, env):
