@@ -254,7 +254,8 @@ def lay_out(app, doctree):
             [entry.astext() for entry in row.findall(nodes.entry)]
             for row in table.findall(nodes.row)
         ]
-        if len(names) < 3 or sum(map(len, sum(rows, []))) < 100 * len(rows):
+        letters = sum(len(text) for row in rows for text in row)
+        if letters < 25 * len(names) * len(rows):
             continue
         table["classes"] = ["prose", "colwidths-given"]
         # By the root, so that long texts get more, but not all; 4 is for the narrowest.
@@ -263,8 +264,9 @@ def lay_out(app, doctree):
             spec["colwidth"] = width
         for row in list(table.findall(nodes.row))[1:]:
             for name, entry in zip(names, row, strict=True):
-                label = nodes.inline(text=f"{name}: ", classes=["column"])
-                (entry[0] if len(entry) else entry).insert(0, label)
+                if name and len(entry):
+                    label = nodes.inline(text=f"{name}: ", classes=["column"])
+                    entry[0].insert(0, label)
 
 
 def complete(app, page, _template, context, _doctree):
