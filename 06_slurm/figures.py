@@ -106,10 +106,13 @@ def when_a_run_hangs():
             "the ranks do not find each other:\naddress, port; with NCCL also 4",
         ),
         (
-            "2. Is every rank in a collective?",
-            "look at the rank that is not:\nit keeps the others waiting",
+            "2. Do all ranks wait: in a collective,\nor after it for the GPU (NCCL)?",
+            "look at the rank that does not:\nit keeps the others waiting",
         ),
-        ("3. Is it the same collective?", "a branch that\nnot all ranks take"),
+        (
+            "3. Have all ranks made\nthe same calls?",
+            "a branch that\nnot all ranks take",
+        ),
         (
             "4. Does the smoke test run\non these nodes?",
             "the network, or the links\nbetween a node's GPUs",

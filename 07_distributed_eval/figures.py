@@ -16,11 +16,11 @@ def counts_of_two_shards():
         for place, n in enumerate(range(rank, 11, 2)):
             mark = "\u2717" if n in (2, 5, 9) else "\u2713"
             style = {"boxstyle": "square,pad=0.3", "facecolor": "0.85"}
-            place = 0.4 + 0.84 * place
+            place = 0.4 + 0.95 * place
             text = f"{n} {mark}"
             axis.text(place, y, text, ha="center", va="center", bbox=style)
         text = f"{5 - 2 * rank} of {6 - rank} are right"
-        axis.text(5.5, y, text, va="center")
+        axis.text(6, y, text, va="center")
     ways = (
         ("add up the counts, then divide", ("5 of 6", "3 of 5"), "8 of 11: 72.7 %"),
         ("divide, then average: wrong", ("83.3 %", "60.0 %"), "71.7 %"),
@@ -32,31 +32,4 @@ def counts_of_two_shards():
             box(axis, left + 0.7, y, text, "0.85")
             arrow(axis, (left + 1.6, y), (left + 2.5, -2.15), color)
         axis.text(left + 2.7, -2.15, result, va="center", weight="bold", size=13)
-    plt.show()
-
-
-@plt.rc_context({"font.size": 12})
-def all_reduce_and_its_relatives():
-    """Draw what four processes hold before and after some collectives."""
-    _, axes = plt.subplots(1, 5, figsize=(10, 2.6))
-    every = "1 2 3 4"
-    after = {
-        "before": ["1", "2", "3", "4"],
-        "reduce": ["10", "", "", ""],
-        "all_reduce": ["10"] * 4,
-        "gather": [every, "", "", ""],
-        "all_gather": [every] * 4,
-    }
-    for column, (axis, (title, values)) in enumerate(
-        zip(axes, after.items(), strict=True)
-    ):
-        axis.set(xlim=(-1, 1), ylim=(-0.6, 3.6))
-        axis.set_title(title, size=12)
-        axis.axis("off")
-        for rank, value in enumerate(values):
-            if column == 0:
-                axis.text(-0.5, 3 - rank, f"rank {rank}", ha="right", va="center")
-            color = "tab:green" if value else "tab:gray"
-            box(axis, 0, 3 - rank, value or "\u2013", color)
-    plt.tight_layout()
     plt.show()

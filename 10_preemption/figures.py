@@ -58,16 +58,17 @@ def from_the_signal_to_the_next_start():
         box(axis, 1.7, low + 1, "trap", "tab:orange")
     box(axis, 0.2, 5.6, "USR1", stop)
     arrow(axis, (0.2, 5.3), (1.3, 4.7), stop)
-    arrow(axis, (1.8, 4.3), (2.3, 3.9), stop)
-    axis.text(2.35, 4.12, "scancel --signal=TERM", color=stop)
+    arrow(axis, (1.8, 4.3), (2.7, 3.8), stop)
+    axis.text(2.4, 4.12, "scancel --signal=TERM", color=stop)
     box(axis, 8.1, 4.6, "requeue", "tab:orange")
     arrow(axis, (8.3, 4.9), (8.7, 5.3))
     box(axis, 0.2, 2, "TERM", stop)
     arrow(axis, (0.2, 1.7), (1.3, 1.1), stop)
-    arrow(axis, (0.1, 1.7), (1.0, 0.1), stop)
+    axis.plot([0, 0], [1.65, 0], color=stop, lw=1.5)
+    arrow(axis, (0, 0), (2.7, 0), stop)
     axis.text(8.2, 1, "exit 143", ha="center", va="center")
     axis.plot([0.9, 8.3], [2, 2], ":", color="gray")
-    text = "KillWait, and then SIGKILL to what is left"
+    text = "after KillWait, SIGKILL to what is left"
     axis.text(5, 2.1, text, color="gray", ha="center")
     for text in axis.texts:
         text.set_size(12.5)
@@ -117,27 +118,3 @@ def who_gets_sigterm():
             axis.plot(3 * n, -1.1, "s", color=color, alpha=0.45, ms=16)
             axis.text(3 * n + 0.25, -1.1, names[color], size=13, va="center")
         plt.show()
-
-
-def signals_by_event(rows, processes):
-    """Draw a table: which signal each of a job's processes got at each event.
-
-    rows: {event: the signals, "-" for none}, in the order of `processes`.
-    """
-    colors = {"SIGTERM": "tab:red", "SIGUSR1": "tab:blue"}
-    axis = canvas(0.8 + 0.75 * len(rows), (-4.3, len(processes)), (-len(rows), 1))
-    for x, process in enumerate(processes):
-        axis.text(x + 0.5, 0.4, process.replace(" ", "\n"), ha="center", size=13)
-    for row, (event, signals) in enumerate(rows.items()):
-        y = -row - 0.5
-        axis.text(-0.15, y, event, ha="right", va="center", size=13)
-        for x, signal in enumerate(signals):
-            place = (x + 0.04, y - 0.44), 0.92, 0.88
-            color = colors.get(signal, "lightgray")
-            axis.add_patch(plt.Rectangle(*place, color=color, alpha=0.5, lw=0))
-            text = signal.removeprefix("SIG").removesuffix("-")
-            axis.text(x + 0.5, y, text, ha="center", va="center", size=13)
-        if set(signals) == {"-"}:
-            middle = len(processes) / 2
-            axis.text(middle, y, "nobody gets it", ha="center", va="center", size=13)
-    plt.show()

@@ -153,7 +153,7 @@ def attention_on_two_ranks():
 
 def a_mesh_of_ranks(rows=4, columns=2, machines=2):
     """Draw ranks as a grid of groups, and which of them are on one machine."""
-    axis = canvas(4.2, (-4.4, 14), (-1, rows + 1.3))
+    axis = canvas(4.2, (-3.1, 3 * columns + 4.1), (-1, rows + 1.3))
     shades = (0.25, 0.6)
     per_machine = rows // machines
     for row in range(rows):

@@ -182,7 +182,10 @@ def says(path):
     if path.suffix != ".py":
         return ""
     docstring = ast.get_docstring(ast.parse(text_of(path))) or ""
-    return re.sub(r"^(\[\d\d\] )?(.+)", r": `\2`", docstring.partition("\n")[0])
+    line = re.sub(r"^\[\d\d\] ", "", docstring.partition("\n")[0])
+    # no markup, except code
+    line = re.sub(r"(`[^`]*`)|([*_<>[\]])", lambda m: m[1] or f"\\{m[2]}", line)
+    return f": {line}" if line else ""
 
 
 def script_list(main, env):
@@ -269,7 +272,8 @@ def lay_out(app, doctree):
             [entry.astext() for entry in row.findall(nodes.entry)]
             for row in table.findall(nodes.row)
         ]
-        if len(names) < 3 or sum(map(len, sum(rows, []))) < 100 * len(rows):
+        letters = sum(len(text) for row in rows for text in row)
+        if letters < 25 * len(names) * len(rows):
             continue
         table["classes"] = ["prose", "colwidths-given"]
         # By the root, so that long texts get more, but not all; 4 is for the narrowest.
@@ -278,8 +282,9 @@ def lay_out(app, doctree):
             spec["colwidth"] = width
         for row in list(table.findall(nodes.row))[1:]:
             for name, entry in zip(names, row, strict=True):
-                label = nodes.inline(text=f"{name}: ", classes=["column"])
-                (entry[0] if len(entry) else entry).insert(0, label)
+                if name and len(entry):
+                    label = nodes.inline(text=f"{name}: ", classes=["column"])
+                    entry[0].insert(0, label)
 
 
 def complete(app, page, _template, context, _doctree):

@@ -2,6 +2,8 @@
 
 import re
 
+from nbtools import lesson
+
 # What differs from run to run or between machines, or is long: pattern, replacement.
 CHANGING = {
     r"(?<=time      : ).*": "<time>",
@@ -22,6 +24,16 @@ def clean(text):
     for pattern, shown in CHANGING.items():
         text = re.sub(pattern, shown, text)
     return text
+
+
+def grep_log(done, pattern):
+    """Show a grep in all that was printed to standard error; print its lines, sorted.
+
+    done: what lesson.run returned. Raises harness.CommandError if no line matches.
+    """
+    (lesson.work / "run.log").write_text(done.stderr)
+    found = lesson.run(f"grep -E '{pattern}' $WORK/run.log", quiet=True)
+    print(*sorted(clean(found.stdout).splitlines()), sep="\n")
 
 
 def last_lines(done):

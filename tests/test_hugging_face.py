@@ -3,11 +3,13 @@
 So does LoRA on any number of processes; what is saved can be loaded; the page is true.
 """
 
+import ast
 import contextlib
 import functools
 import io
 import json
 import re
+import resource
 import runpy
 import shutil
 from pathlib import Path
@@ -380,6 +382,26 @@ def code_with(text):
     return block
 
 
+def functions_with(text):
+    """Return (of fsdp.py, of the page) for each function in the block with a text."""
+    program, block, pairs = FSDP.read_text(), code_with(text), []
+    for source in ast.parse(block).body:
+        (own,) = (
+            each for each in ast.parse(program).body if _name(each) == source.name
+        )
+        pairs.append(
+            [
+                ast.get_source_segment(*each)
+                for each in ((program, own), (block, source))
+            ]
+        )
+    return pairs
+
+
+def _name(node):
+    return getattr(node, "name", None)
+
+
 @pytest.mark.release
 def test_files_of_a_base_model(trained, tmp_path):
     """The names of the GPT-2 that one downloads are without "transformer."."""
@@ -689,29 +711,37 @@ def test_the_commands_of_the_page_run_in_turn(tmp_path):
     assert trained >= 3
 
 
+TEMPLATE = """<begin> {% for each in messages %}
+{{ each.role }} {{ each.content }} <end> {% endfor %}
+{% if add_generation_prompt %} assistant {% endif %}"""
+
+
 def save_tokenizer(folder):
     """Save a tokenizer of words, which begins each text with a token, as a Llama's."""
-    words = ["<end>", "<begin>", *map(str, range(100))]
+    words = ["<end>", "<begin>", *map(str, range(100)), "user", "assistant"]
     tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
         single="<begin> $A", special_tokens=[("<begin>", 1)]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<begin>", eos_token="<end>"
+        tokenizer_object=tokenizer,
+        bos_token="<begin>",
+        eos_token="<end>",
+        chat_template=TEMPLATE,
     ).save_pretrained(folder)
 
 
-def with_data_of_the_page(folder):
-    """Copy the scripts, and change fsdp.py as step 4 of the page does."""
+def with_data_of_the_page(folder, data, said):
+    """Copy the scripts, and change fsdp.py as the page does.
+
+    data, said: texts of the page's make_dataset and of its prompt.
+    """
     text = FSDP.read_text()
-    first, last = text.index("def make_dataset"), text.index("\n\ndef collate")
-    prompt = code_with("Once upon").replace("Once upon a time", "5 8 11 14")
+    prompt = code_with(said).replace(said, "5 8 11 14")
     model = "from transformers import AutoModelForCausalLM\n"
-    changes = [
-        (text[first:last], code_with("def make_dataset")),
-        (model, model + model.replace("ModelForCausalLM", "Tokenizer")),
-    ]
+    changes = functions_with(data)
+    changes += [(model, model + model.replace("ModelForCausalLM", "Tokenizer"))]
     for start, code in (
         ("    train_set, val_set = ", code_with("train.jsonl")),
         ("    prompt = ", prompt),
@@ -722,15 +752,31 @@ def with_data_of_the_page(folder):
     return changed(FSDP, folder, *changes)
 
 
+def make_lines(kind):
+    """Return 96 lines of JSON: texts that count up, or conversations that do."""
+    counts = [[*map(str, range(n % 7, 90, 3))][: 8 + n % 20] for n in range(96)]
+    if kind == "text":
+        return [json.dumps({"text": " ".join(count)}) for count in counts]
+    lines = []
+    for count in counts:
+        parts = count[:4], count[4:]
+        roles = zip(("user", "assistant"), parts, strict=True)
+        messages = [{"role": role, "content": " ".join(part)} for role, part in roles]
+        lines.append(json.dumps({"messages": messages}))
+    return lines
+
+
 @pytest.mark.release
-def test_the_data_of_the_page(tmp_path):
-    """fsdp.py and lora.py train on texts with the lines of step 4, and generate one."""
+@pytest.mark.parametrize(
+    "kind, said", [("text", "Once upon a time"), ("messages", "Who are you?")]
+)
+def test_the_data_of_the_page(kind, said, tmp_path):
+    """fsdp.py and lora.py train on it with the lines of the page, and generate."""
     folder = shutil.copytree(pretrained("llama"), tmp_path / "llama")
     save_tokenizer(folder)
-    script, work = with_data_of_the_page(tmp_path), tmp_path / "work"
+    script = with_data_of_the_page(tmp_path, f'["{kind}"]', said)
+    work, lines = tmp_path / "work", make_lines(kind)
     work.mkdir()
-    counts = [range(n % 7, 90, 3)[: 8 + n % 20] for n in range(96)]
-    lines = [json.dumps({"text": " ".join(map(str, count))}) for count in counts]
     (work / "train.jsonl").write_text("\n".join(lines[:72]))
     (work / "val.jsonl").write_text("\n".join(lines[72:]))
     for each, flags in ((script, ()), (script.with_name("lora.py"), ("--peft",))):
@@ -738,9 +784,116 @@ def test_the_data_of_the_page(tmp_path):
         assert losses(screen)[-1] < losses(screen)[0]
         assert re.search(r"^generated: \S+ ", screen, re.M)
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "7 " * 2000}))
-    for path in (work / "train.jsonl", tmp_path / "long.jsonl"):
-        found = load_program(script).make_dataset(path, tokenizer)
-        assert all(one[0] == 1 and one[-1] == 0 and len(one) <= 1024 for one in found)
-    assert len(found[0]) == 1024
+
+def test_a_text_of_the_page_ends_with_the_end(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    lines = [*make_lines("text"), json.dumps({"text": "7 " * 2000})]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    script = with_data_of_the_page(tmp_path, '["text"]', "Once upon a time")
+    found = load_program(script).make_dataset(tmp_path / "lines.jsonl", tokenizer)
+    assert all(one[0] == 1 and one[-1] == 0 and len(one) <= 1024 for one in found)
+    assert len(found) == 97 and len(found[-1]) == 1024
+
+
+def test_only_the_last_answer_of_the_page_has_labels(tmp_path):
+    """What is too long is left out; a template that changes the prompt is refused."""
+    save_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    words = ("user", "1 2"), ("assistant", "3"), ("user", "4"), ("assistant", "5 6")
+    messages = [{"role": role, "content": content} for role, content in words]
+    long = [{"role": "user", "content": "7 " * 1020}, messages[-1]]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": m}) for m in (messages, long)))
+    script = with_data_of_the_page(tmp_path, '["messages"]', "Who are you?")
+    program = load_program(script)
+    (sample,) = program.make_dataset(path, tokenizer)
+    tokens, labels = sample.T
+    said = "<begin> user 1 2 <end> assistant 3 <end> user 4 <end> assistant 5 6 <end>"
+    assert tokenizer.decode(tokens) == said
+    assert labels.tolist() == [-100] * 12 + tokens[12:].tolist()
+    assert tokenizer.decode(labels[12:]) == "5 6 <end>"
+
+    ((inputs, labels),) = program.collate([sample[-4:], sample[-3:]])
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    five, six, end = sample[-3:, 0].tolist()
+    assert labels.tolist() == [[five, six, end, -100, six, end, -100]]
+
+    tokenizer.chat_template = TEMPLATE.replace("assistant {%", "user {%")
+    with pytest.raises(ValueError, match="the answer does not continue the prompt"):
+        program.make_dataset(path, tokenizer)
+
+
+# ---- packing, and the loss in chunks -------------------------------------------------
+APPEND = "sequences.append((first + step * torch.arange(length)) % 251)"
+PAIRS = """tokens = (first + step * torch.arange(length)) % 251
+        sequences.append(torch.stack((tokens, tokens), 1))"""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["collate", "get_loss_sum"])
+def test_functions_of_the_page_train_the_same_weights(name, trained, tmp_path):
+    """Packed samples, and a loss in chunks, as padded ones with all logits."""
+    changes = [pair for pair in functions_with(f"def {name}") if name in pair[0]]
+    changes += [(APPEND, PAIRS)] if name == "collate" else []
+    script = changed(FSDP, tmp_path, *changes)
+    screen, weights = train(script, pretrained("llama"), 2, tmp_path)
+    _, expected_screen, expected = trained(BEFORE)
+    assert max_abs_diff(weights, expected) <= 1e-10
+    assert screen == expected_screen
+
+
+PACKED = {name: FAMILIES.get(name, GROUPED) for name in ("Llama", "Mistral", "Phi")}
+PACKED |= {name: {**GROUPED, "head_dim": 16} for name in ("Qwen3", "Gemma3Text")}
+MIXED = {"OPT": FAMILIES["OPT"], "Bloom": {}, "Mamba": {}}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("family", [*PACKED, *MIXED])
+def test_where_a_packed_sample_begins(family):
+    """The families that the page names know it, or do not, without an error."""
+    torch.manual_seed(0)
+    shape = SMALL | {"pad_token_id": 0} | (PACKED | MIXED)[family]
+    config = getattr(transformers, f"{family}Config")(**shape)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    samples = [torch.randint(1, 250, (1, length)) for length in (9, 13)]
+    positions = torch.cat([torch.arange(each.shape[1]) for each in samples])[None]
+    with torch.no_grad():
+        packed = model(
+            input_ids=torch.cat(samples, 1), position_ids=positions, use_cache=False
+        ).logits
+        alone = [model(input_ids=each, use_cache=False).logits for each in samples]
+    off = (packed - torch.cat(alone, 1)).abs().max()
+    assert off > 1e-2 if family in MIXED else off < 1e-5
+
+
+def write_peak(script, folder, path):
+    """Write the loss of a program, and the memory of its process at its peak."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    inputs, labels = torch.randint(0, 32_000, (2, 32, 128))
+    args = SimpleNamespace(bf16=False)
+    for _ in range(2):
+        loss = load_program(script).get_loss_sum(
+            args, model, {"input_ids": inputs}, labels, torch.device("cpu")
+        )
+        (loss / labels.numel()).backward()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path.write_text(f"{loss.item()} {most}")
+
+
+@pytest.mark.release
+def test_chunks_take_less_memory(tmp_path):
+    """Of a process, with the numbers of the page."""
+    flags = ("--vocab-size=32000", "--width=256", "--depth=2")
+    run(["python", SCRIPTS / "make_model.py", "llama", *flags], tmp_path)
+    script = changed(FSDP, tmp_path, *functions_with("def get_loss_sum"))
+    peaks = [tmp_path / name for name in ("whole", "chunks")]
+    for path, program in zip(peaks, (FSDP, script), strict=True):
+        case = (program, tmp_path / "work/llama", path)
+        harness.call_in_forks(write_peak, [case])
+    (loss, most), (same, less) = (
+        map(float, path.read_text().split()) for path in peaks
+    )
+    assert loss == pytest.approx(same, rel=1e-5)
+    assert less < 0.6 * most

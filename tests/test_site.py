@@ -169,7 +169,7 @@ def test_previous_and_next_lead_through_the_notebooks_in_order(texts):
     following = {}
     for page, text in texts.items():
         for kind, link in re.findall(
-            r'class="(left-prev|right-next)"\s+href="(.*?)"', text
+            r'class="(left-prev|right-next)"\s+\w+="(.*?)"', text
         ):
             there = os.path.normpath(Path(page).parent / link)
             following[page, kind] = there
@@ -195,7 +195,7 @@ def test_a_script_leads_back_to_the_page_that_explains_it(texts):
         name: text for name, text in pages.items() if text and "__init__" not in name
     }
     assert len(pages) > 200
-    back = r'<p>Explained in <a class="reference internal" href="([^"]+)'
+    back = r'<p>Explained in <a class="reference internal" \w+="([^"]+)'
     left = {name: re.findall(back, text) for name, text in pages.items()}
     assert [name for name in pages if len(left[name]) != 1] == []
     stage = first_with("ddp")
@@ -291,14 +291,14 @@ def test_a_figure_is_enlarged_and_has_the_color_of_a_dark_page(visit, width):
     wanted = map(int, re.findall(r"\d+", page.evaluate(background))[:3])
     assert all(abs(a - b) <= 2 for a, b in zip(corner, wanted, strict=True))
     figure.click()
-    large = page.locator("dialog img")
+    large = page.locator(".large-figure img")
     assert large.is_visible()
     assert large.evaluate("(i) => [i.width - i.naturalWidth]") == [0]
     if width == PHONE:
-        dialog = page.locator("dialog")
+        dialog = page.locator(".large-figure")
         assert dialog.evaluate("(each) => each.scrollWidth > each.clientWidth + 100")
     page.keyboard.press("Escape")
-    assert not large.is_visible()
+    large.wait_for(state="hidden")
 
 
 def test_a_button_copies_what_was_typed(visit):

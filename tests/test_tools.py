@@ -126,7 +126,13 @@ def test_propagate_rewords_a_comment_whatever_stands_around_it(tree, tmp_path):
     assert all(new in script.read_text() for script in tree.values())
     for script in tree.values():  # code is never carried over in this way
         assert script.read_text().count("two = 2") == 1
+    replace_once(tree["04_d"], (new, "two = 2  # words of its own"))
     subprocess.run(words, cwd=tmp_path, check=True)
+    replace_once(tree["01_a"], (new, old))
+    propagate(tmp_path)
+    assert "two = 2  # words of its own" in tree["04_d"].read_text()
+    assert old in tree["05_e"].read_text()
+    subprocess.run(["git", "checkout", "-q", "."], cwd=tmp_path, check=True)
     replace_once(tree["02_b"], (new, "two = 22  # the new words"))
     with pytest.raises(SystemExit, match="2"):
         propagate(tmp_path, "02_b")
@@ -165,7 +171,7 @@ def test_the_site_compares_any_two_stages_as_diff_does():
 
 
 # ---- make steps ----------------------------------------------------------------------
-@pytest.mark.parametrize("stage", map(only_in_ci, record_steps.RUNS))
+@pytest.mark.parametrize("stage", [*map(only_in_ci, record_steps.RUNS)])
 def test_a_recorded_step_is_one_that_the_stage_takes(stage, tmp_path):
     """A fresh recording is equal; all ranks do the same things, in the same order."""
     stored = json.loads(record_steps.PAGE.read_text())

@@ -4,7 +4,8 @@ For each stage that differs from the last commit, `git merge-file` merges that
 difference into each stage that builds on it, and so on. Where there is a conflict, it
 leaves git's markers in that script and goes no further on that branch. Resolve them,
 and continue from that stage. A comment that only changes its words replaces the old
-one wherever the lines around it differ, if the old one is there exactly once.
+one even where the lines around it differ. A stage without the old one has words of its
+own, and keeps them.
 
 python -m tools.propagate [STAGE]
 """
@@ -36,18 +37,21 @@ def without_comment(line):
 
 
 def reword_comments(base, edited, target):
-    """Return `base` and `target` with the edits that only change comments' words."""
+    """Return `base` and `target` with the edits that only change comments' words.
+
+    A stage that does not have the old comment has words of its own, and keeps them.
+    """
     old, new = base.splitlines(keepends=True), edited.splitlines(keepends=True)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for kind, i, j, k, m in reversed(matcher.get_opcodes()):
         before, after = "".join(old[i:j]), "".join(new[k:m])
-        same_code = [*map(without_comment, old[i:j])] == [
-            *map(without_comment, new[k:m])
-        ]
-        once = (
-            f"\n{base}".count(f"\n{before}") == f"\n{target}".count(f"\n{before}") == 1
+        codes = [[*map(without_comment, lines)] for lines in (old[i:j], new[k:m])]
+        if kind != "replace" or codes[0] != codes[1]:
+            continue
+        in_base, in_target = (
+            f"\n{text}".count(f"\n{before}") for text in (base, target)
         )
-        if kind == "replace" and same_code and once:
+        if in_base == 1 and in_target <= 1:
             old[i:j] = new[k:m]
             target = f"\n{target}".replace(f"\n{before}", f"\n{after}")[1:]
     return "".join(old), target

@@ -31,7 +31,7 @@ from tools.stages import first_with
 
 PAGE = ROOT / "docs/steps.json"
 BEFORE = 2  # steps
-SMALL = "--width 32 --depth 2 --heads 4 --context-length 32"
+SMALL = "--width 64 --depth 2 --heads 4 --context-length 16 --batch-size 8"
 # a stage: its processes, and flags that make its model small
 RUNS = {
     first_with("ddp"): (2, "--arch resnet18"),

@@ -25,7 +25,7 @@ COMMANDS = {
     "scancel --signal=TERM JOB.0": "scancel --signal=TERM JOB.0",
 }
 PREEMPTED = {"preemption": "main", "GraceTime, at first": "patient"}  # in a partition
-LINE = "{:30}" + "{:14}" * len(PROCESSES)
+LINE = "{:28}" + "{:13}" * len(PROCESSES)
 
 
 def output_of(command, **variables):

@@ -379,20 +379,6 @@ def uneven():
     dist.barrier()
 
 
-# ---- alone ---------------------------------------------------------------------------
-def alone():
-    part, _, schedule = make(group=make_impatient_group())
-    go(part, schedule, get_batch(0))
-    _, targets = get_batch(1)
-    try:
-        if part.is_last:
-            schedule.eval(target=targets)  # the mistake
-    except RuntimeError as error:
-        tell_now(error)
-    dist.barrier()
-
-
-# ---- what these two use --------------------------------------------------------------
 def make_impatient_group():
     """Return a group in which a process waits 5 seconds for another one."""
     return dist.new_group(timeout=timedelta(seconds=5))

@@ -3,6 +3,8 @@ document.addEventListener("DOMContentLoaded", () => {
   const large = document.createElement("dialog");
   large.className = "large-figure";
   large.addEventListener("click", () => large.close());
+  // the theme stops what Esc does by itself
+  large.addEventListener("keydown", (event) => event.key === "Escape" && large.close());
   document.body.append(large);
   for (const image of document.querySelectorAll(".bd-article img")) {
     const enlarge = () => {

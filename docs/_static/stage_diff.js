@@ -6,8 +6,8 @@ const lines = names.map((name) => scripts[name].split("\n"));
 
 const form = document.createElement("form");
 form.className = "filter";
-form.innerHTML = `<label>from <select></select></label>
-  <label>to <select></select></label><output></output>`;
+form.innerHTML = `<label for="from">from</label><select id="from"></select>
+  <label for="to">to</label><select id="to"></select><output></output>`;
 const [from, to] = form.querySelectorAll("select");
 const status = form.querySelector("output");
 for (const select of [from, to])
