@@ -9,7 +9,7 @@ SITE_INSTALLED = $(VENV)/site-installed
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage steps site exits gpu ray horovod
+.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage steps site exits gpu ray horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -32,6 +32,7 @@ help:
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
+	@echo "make torchft          install torchft in .venv-torchft and run its test"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
 # The scripts run with Python 3.10, too; the tools and the tests read stages.toml by tomllib.
@@ -122,3 +123,6 @@ ray: .venv-ray/installed
 
 horovod: .venv-horovod/installed
 	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_horovod.py $(ARGS)
+
+torchft: .venv-torchft/installed
+	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_torchft.py $(ARGS)
