@@ -15,8 +15,8 @@ among the ranks: otherwise a rank crashes (https://github.com/pytorch/ao/issues/
 $ torchrun --standalone --nproc-per-node=2 recipes/float8_fsdp.py
 converted: 4 of 5 linear layers
 a layer's output is off by 0.3% in bfloat16, 4% in float8
-on 2 processes, its gradient differs from one's by 0.2% in bfloat16, 9% in float8
-loss after 40 steps: 0.6 in bfloat16, 0.6 in float8
+on 2 processes, its gradient differs from one's by 0.2% in bfloat16, 7% in float8
+loss after 40 steps: 0.5 in bfloat16; in float8 within 0.03 of it
 gathered for a block: 37536 bytes in bfloat16, 19104 in float8
 converted after fully_shard: aten.mm.default got mixed torch.Tensor and DTensor
 """
@@ -104,7 +104,7 @@ def make(device, *prepare):
 def backward(model, device, step=0, rank=0, world_size=1):
     """Go forward and backward on a rank's part of the samples; return its mean loss."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(96, 48, generator=generator)
+    x = torch.randn(192, 48, generator=generator)
     targets = x[:, :10].argmax(1)
     x, targets = (each[rank::world_size].to(device) for each in (x, targets))
     loss = nn.functional.cross_entropy(
@@ -197,7 +197,7 @@ def main():
     wide = train(make(device, sharded), device, place)
     narrow = train(model, device, place)
     assert abs(wide - narrow) < 0.03
-    log(f"loss after 40 steps: {wide:.1f} in bfloat16, {narrow:.1f} in float8")
+    log(f"loss after 40 steps: {wide:.1f} in bfloat16; in float8 within 0.03 of it")
 
     wide, narrow = make(device, sharded), make(device, gathering, sharded)
     train(narrow, device, place)
