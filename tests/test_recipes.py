@@ -35,6 +35,7 @@ RING = "ring_attention.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
 EXPERTS = "expert_parallel.py"
+FLOAT8 = "float8_fsdp.py"  # needs torchao
 GENERATOR = "weights_to_a_generator.py"  # two trainers beside it: three processes
 NEED = {"parts_not_used_fsdp.py": "2.13"}  # the version of torch
 ONE_PROCESS = {"loader_memory.py"}  # started by python
@@ -87,6 +88,7 @@ BREAKS = {
         "ema.update_parameters(model) if dist.get_rank() == 0 else None",
     ),
     EXPERTS: Break("parameter.grad /= dist.get_world_size()", "pass"),
+    FLOAT8: Break('name.startswith("blocks.")', 'name.startswith("layers.")'),
     "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
     "fsdp_by_hand.py": Break("% self.ranks)) / self.ranks", "% self.ranks))"),
     "global_mean_std.py": Break("dist.all_reduce(squares)", "pass"),
@@ -181,6 +183,8 @@ def run(
     _, _, command, printed = docstring(recipe)
     if torch.__version__ < (needed := NEED.get(recipe, "2.11")):
         pytest.skip(f"this recipe needs torch {needed}")
+    if recipe == FLOAT8:
+        pytest.importorskip("torchao", reason="torchao is not installed")
     command = command.replace("node=2", f"node={processes}")
     if script:
         command = command.replace(f"recipes/{recipe}", str(script))
