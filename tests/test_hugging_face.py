@@ -5,6 +5,7 @@ So does LoRA on any number of processes; what is saved can be loaded; the page i
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import re
@@ -516,11 +517,106 @@ def test_a_trained_weight_that_is_no_adapter_is_refused(tmp_path):
     assert "lm_head" in line and "is to be trained, but is not an adapter" in line
 
 
-def test_peft_that_is_not_installed(tmp_path):
-    words = command(LORA, 1, pretrained("llama"), "--peft")
-    without = functools.partial(spy.without_module, "peft")
-    done = run(words, tmp_path, prepare=without, code=2)
-    assert "--peft needs the package peft: pip install peft" in done.stderr
+@pytest.mark.parametrize(
+    "flag, package", [("--peft", "peft"), ("--load-in-4bit", "bitsandbytes")]
+)
+def test_a_package_that_is_not_installed(flag, package, tmp_path):
+    words = command(LORA, 1, pretrained("llama"), flag)
+    without = functools.partial(spy.without_module, package)
+    (said,) = run(words, tmp_path, prepare=without, code=2).stderr.splitlines()
+    assert re.search(f"{flag} needs .*: pip install {package}$", said)
+
+
+# ---- lora.py in 4 bits ---------------------------------------------------------------
+has_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed",
+)
+FOUR_BITS = ("--load-in-4bit", "--epochs=2")
+
+
+def count_frozen(folder):
+    """Save the bytes of this rank's linear layers to folder/rank-R.pt: {name: number}.
+
+    It counts in generate(), with which the script ends.
+    """
+
+    def count(_, model, *__):
+        bits = [
+            weight.to_local().nbytes
+            for name, weight in model.named_parameters()
+            if "proj" in name and "lora_" not in name
+        ]
+        states = [getattr(each, "quant_state", None) for each in model.modules()]
+        scales = [state.absmax.nbytes for state in states if state]
+        numbers = {"bits": sum(bits), "scales": sum(scales)}
+        torch.save(numbers, Path(folder, f"rank-{dist.get_rank()}.pt"))
+
+    spy.call_after(transformers.GenerationMixin, "generate", count)
+
+
+@has_bitsandbytes
+def test_4_bits_are_sharded_and_train_the_same_adapters(tmp_path):
+    """On 2 processes by peft, and on 1 process ours; the page has the bytes."""
+    section = PAGE.partition("QLoRA\n")[2]
+    screens, weights = [], []
+    for processes, flags in ((1, ()), (2, ("--peft",))):
+        folder = tmp_path / str(processes)
+        words = command(LORA, processes, pretrained("llama"), *FOUR_BITS, *flags)
+        prepare = functools.partial(count_frozen, folder)
+        done = run([*words, "--dtype=float32"], folder, prepare=prepare)
+        screens.append(done.stdout.splitlines()[:2])
+        found = saved(folder).items()
+        weights.append({n.removeprefix("base_model.model."): w for n, w in found})
+        for rank in range(processes):
+            seen = torch.load(folder / f"rank-{rank}.pt")
+            assert seen == {"bits": 147_456 // 2 // processes, "scales": 147_456 // 64}
+            assert all(f"{number:,} bytes" in section for number in seen.values())
+    assert max_abs_diff(*weights) <= 1e-5
+    for lines in zip(*screens, strict=True):
+        first, second = (losses(line) for line in lines)
+        assert first == second
+
+
+@has_bitsandbytes
+def test_adapters_of_4_bits_are_loaded_and_merged_by_the_page(tmp_path):
+    """They generate what the script printed; merged into 4 bits, they are not equal."""
+    words = command(LORA, 1, pretrained("llama"), *FOUR_BITS, "--peft")
+    screen = run(words, tmp_path).stdout
+
+    names = {"__name__": "page"}
+
+    def logits(code):
+        """Run code; return the logits of the prompt, by the model that it leaves."""
+        code = code.replace("FOLDER", str(pretrained("llama")))
+        code = code.replace('"adapters"', repr(str(tmp_path / "work/adapters")))
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.syspath_prepend(SCRIPTS)
+            exec(code, names)
+            return names["model"].eval()(input_ids=PROMPT).logits.float()
+
+    trained = logits(code_with("import load_in_4bit"))
+    assert f"generated: {generate(names['model'])}" in screen
+    again = logits("model = model.merge_and_unload()")
+    merged = logits(code_with(".dequantize()"))
+    assert {weight.dtype for weight in names["model"].parameters()} == {torch.bfloat16}
+    other = logits(
+        "from transformers import AutoModelForCausalLM\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
+        'model = PeftModel.from_pretrained(model, "adapters")'
+    )
+    differences = [(each - trained).abs().max() for each in (merged, again, other)]
+    assert differences[0] < 0.02 < min(differences[1:])
+
+
+@has_bitsandbytes
+@pytest.mark.release
+def test_4_bits_in_tensors_that_the_policy_converts(tmp_path):
+    storage = "bnb_4bit_quant_storage="
+    script = changed(LORA, tmp_path, (f"{storage}dtype", f"{storage}torch.float32"))
+    words = command(script, 2, pretrained("llama"), *FOUR_BITS)
+    stderr = run(words, tmp_path, code=1).stderr
+    assert "RuntimeError: shape '[64, 32]' is invalid for input of size" in stderr
 
 
 # ---- bad input -----------------------------------------------------------------------
@@ -589,6 +685,7 @@ PARTS = r"model-00001-of-\d+.safetensors is not in \S+: is the download complete
         ("llama --batch-size=10", r".* must be divisible by .* \(4\)", [FSDP]),
         ("llama --batch-size=512", ".* more than the 505 .*", [BEFORE, FSDP]),
         ("llama --peft --targets nonesuch", ".*nonesuch.*", [LORA]),
+        ("llama --load-in-4bit --dtype=float64", "--load-in-4bit goes with.*", [LORA]),
     ],
 )
 def test_bad_input_gets_one_line(what, line, scripts, tmp_path):
