@@ -523,7 +523,7 @@ def test_a_trained_weight_that_is_no_adapter_is_refused(tmp_path):
 def test_a_package_that_is_not_installed(flag, package, tmp_path):
     words = command(LORA, 1, pretrained("llama"), flag)
     without = functools.partial(spy.without_module, package)
-    (said,) = run(words, tmp_path, prepare=without, code=2).stderr.splitlines()
+    *_, said = run(words, tmp_path, prepare=without, code=2).stderr.splitlines()
     assert re.search(f"{flag} needs .*: pip install {package}$", said)
 
 
@@ -620,12 +620,16 @@ def test_4_bits_in_tensors_that_the_policy_converts(tmp_path):
 
 
 # ---- bad input -----------------------------------------------------------------------
+BY_BITSANDBYTES = "Failed to load CPU gemm_4bit_forward"  # peft imports it
+
+
 def fails(words, folder):
     """Return the lines that each rank prints, once; the exit code must be 2."""
     done = run(words, folder, code=2)
     assert "Traceback" not in done.stderr
     assert not (folder / "work/adapters").exists()
-    return {line for each in done.ranks for line in each.stderr.splitlines()}
+    said = {line for each in done.ranks for line in each.stderr.splitlines()}
+    return {line for line in said if BY_BITSANDBYTES not in line}
 
 
 def edit_config(folder, **changes):
