@@ -609,6 +609,16 @@ def test_adapters_of_4_bits_are_loaded_and_merged_by_the_page(tmp_path):
     assert differences[0] < 0.02 < min(differences[1:])
 
 
+@has_bitsandbytes
+@pytest.mark.release
+def test_a_run_in_4_bits_is_resumed(tmp_path):
+    """It prints what a run prints that was not interrupted."""
+    words = command(LORA, 2, pretrained("llama"), *FOUR_BITS)
+    whole = run(words, tmp_path / "whole").stdout.splitlines()
+    run([*words, SAVE, "--epochs=1"], tmp_path)
+    assert run([*words, SAVE], tmp_path).stdout.splitlines()[1:] == whole[1:]
+
+
 STORAGE = "bnb_4bit_quant_storage="
 CONVERTED = "RuntimeError: shape '[64, 32]' is invalid for input of size 1024"
 REORDERED = "'Tensor' object has no attribute 'full_tensor'"
@@ -746,6 +756,8 @@ def test_an_error_of_transformers_keeps_its_traceback(tmp_path):
 COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGE, re.MULTILINE)
 # The reader's own model is in FOLDER.
 COMMANDS = [each for each in COMMANDS if "FOLDER" not in each]
+if not importlib.util.find_spec("bitsandbytes"):
+    COMMANDS = [each for each in COMMANDS if "--load-in-4bit" not in each]
 
 
 def test_the_page_has_the_section_that_an_error_names():
