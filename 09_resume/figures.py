@@ -8,20 +8,21 @@ from nbtools.drawing import canvas
 
 
 def killed_and_started_again():
-    """Draw a run that is killed, and the run that resumes from its checkpoint."""
-    axis = canvas(2.2, (-1.4, 10.5), (-0.7, 1.9))
-    for name, y, start, end in (("first run", 1.3, 0, 6.9), ("second run", 0, 6, 10.4)):
-        axis.text(start - 0.2, y, name, ha="right", va="center", weight="bold")
-        arrow(axis, (start, y), (end, y))
-        axis.plot([6, 6.9], [y, y], color="tab:orange", lw=9, alpha=0.4)
-    for x, y in ((2, 1.3), (4, 1.3), (6, 1.3), (8, 0), (10, 0)):
-        axis.plot(x, y, "o", color="tab:green", ms=12)
-    axis.text(2, 1.62, "checkpoint", color="tab:green", ha="center")
-    axis.plot(6.95, 1.3, "x", color="tab:red", ms=12, mew=3)
-    axis.text(7.15, 1.3, "killed", color="tab:red", va="center")
-    arrow(axis, (6, 1.1), (6, 0.15), "tab:green")
-    axis.text(5.9, 0.65, "resumes here", color="tab:green", ha="right", va="center")
-    axis.text(6.1, -0.5, "taken twice, on the same images", color="tab:orange")
+    """Draw to scale the steps of a run that is killed, and of the one that resumes."""
+    axis = canvas(2.4, (-11, 66), (-1.0, 1.9))
+    for name, y, start, end in (("first run", 1.3, 0, 36), ("second run", 0, 30, 60)):
+        axis.text(start - 1, y, name, ha="right", va="center", weight="bold")
+        axis.plot([start, end], [y, y], color="black", lw=1.5)
+        axis.plot([30, 36], [y, y], color="tab:orange", lw=9, alpha=0.4)
+    for step, y in ((10, 1.3), (20, 1.3), (30, 1.3), (40, 0), (50, 0), (60, 0)):
+        axis.plot(step, y, "o", color="tab:green", ms=12)
+        text = "checkpoint, step 10" if step == 10 else str(step)
+        axis.text(step, y + 0.28, text, color="tab:green", ha="center")
+    axis.plot(36, 1.3, "x", color="tab:red", ms=12, mew=3)
+    axis.text(37.2, 1.3, "killed in step 36", color="tab:red", va="center")
+    arrow(axis, (30, 1.1), (30, 0.15), "tab:green")
+    axis.text(29.5, 0.65, "resumes here", color="tab:green", ha="right", va="center")
+    axis.text(30.5, -0.55, "steps 31 to 36: taken twice", color="tab:orange")
     plt.show()
 
 
@@ -41,7 +42,7 @@ def what_a_checkpoint_forgets(rates, without_scheduler, off):
     for forgets, differences in off.items():
         bottom.plot(steps, differences, label=forgets)
     bottom.axhline(0.125, color="black", lw=1, ls=":")
-    bottom.text(51, 0.14, "bound of the initial weights", va="bottom")
+    bottom.text(51, 0.14, "no weight starts farther from 0", va="bottom")
     bottom.set_yscale("symlog", linthresh=1e-4)  # logarithmic, with a place for 0
     bottom.set(xlabel="step", title="largest difference of a weight")
     bottom.set(xlim=(50, 200), ylim=(-2e-5, 1))

@@ -9,38 +9,44 @@ from nbtools.drawing import stretch
 def a_step_of_fsdp():
     """Draw a step of FSDP with three blocks: what overlaps, and what is whole when."""
     forward, backward, gather, reduce = 1.5, 2.4, 1.2, 1.4
-    computing = COLORS["compute"]
-    compute, gathers, reduces, start = [], [(0, 1)], [], gather
-    weights, gradients = [(0, gather + forward, 1)], []
+    root, head, computing = 1.4, 1.4, COLORS["compute"]
+    compute, gathers, reduces = [], [(0, root, "root"), (root, gather, "1")], []
+    weights, gradients = [(root, gather + forward, 1)], []
+    start = root + gather
     for block in (1, 2, 3):
         compute.append((start, forward, f"F{block}", computing))
         if block < 3:
-            gathers.append((start, block + 1))
+            gathers.append((start, gather, f"{block + 1}"))
             # the last block's are freed, and gathered again
             gap = 0.15 if block == 2 else 0
             weights.append((start, 2 * forward - gap, block + 1))
         start += forward
-    compute.append((start, gather, "loss", computing))
-    gathers.append((start, 3))
-    weights.append((start, gather + backward, 3))
-    start += gather
+    compute.append((start, head, "loss", computing))
+    gathers.append((start, gather, "3"))
+    weights.append((start, head + backward, 3))
+    loss = start + head / 2  # of which the second half is the backward pass of the head
+    start += head
     for block in (3, 2, 1):
         compute.append((start, backward, f"B{block}", computing))
         gradients.append((start, backward + reduce, block))
-        reduces.append((start + backward, block))
+        reduces.append((start + backward, reduce, f"{block}"))
         if block > 1:
-            gathers.append((start, block - 1))
+            gathers.append((start, gather, f"{block - 1}"))
             weights.append((start, 2 * backward, block - 1))
         start += backward
-    start += reduce
+    weights.append((0, start, 0))
+    gradients.append((loss, start + reduce + root - loss, 0))
+    reduces.append((start + reduce, root, "root"))
+    start += reduce + root
     compute.append((start, 0.9, "step", COLORS["optimizer"]))
-    _, (time, held) = plt.subplots(2, 1, figsize=(10, 5), sharex=True)
+    size = {"figsize": (10, 5.4), "height_ratios": (3, 4)}
+    _, (time, held) = plt.subplots(2, 1, sharex=True, **size)
     for begin, length, text, color in compute:
         stretch(time, 2, begin, length, text, color)
-    for begin, block in gathers:
-        stretch(time, 1, begin, gather, f"{block}", COLORS["weights"])
-    for begin, block in reduces:
-        stretch(time, 0, begin, reduce, f"{block}", COLORS["gradients"])
+    for begin, length, text in gathers:
+        stretch(time, 1, begin, length, text, COLORS["weights"])
+    for begin, length, text in reduces:
+        stretch(time, 0, begin, length, f"+ {text}", COLORS["gradients"])
     for text in time.texts:
         text.set_size(12)
     time.set_yticks(range(3), ["reduce-scatter", "all-gather", "compute"], size=12)
@@ -51,13 +57,42 @@ def a_step_of_fsdp():
         for begin, length, block in spans:
             style = {"height": 0.36, "color": COLORS[kind], "alpha": 0.5}
             held.barh(block + shift, length, left=begin, **style)
-    held.set_yticks((1, 2, 3), [f"block {block}" for block in (1, 2, 3)], size=12)
+    rows = ["root", "block 1", "block 2", "block 3"]
+    held.set_yticks(range(4), rows, size=12)
     for kind in ("weights", "gradients"):
         held.barh(1, 0, color=COLORS[kind], alpha=0.5, label=f"whole {kind}")
     held.legend(loc="upper left", fontsize=12, frameon=False, ncols=2)
-    held.set(ylim=(0.4, 4.3), xticks=[])
+    held.set(ylim=(-0.5, 4.3), xticks=[])
     held.set_xlabel("time (drawn, not measured)", size=12)
     for axis in (time, held):
         axis.spines[["top", "right"]].set_visible(False)
+    plt.tight_layout()
+    plt.show()
+
+
+def weights_that_changed(rates, columns, predicted):
+    """Draw which share of the weights has changed, by learning rate.
+
+    rates: the learning rates; columns: {label: shares in %}, of float32, bfloat16, and
+    bfloat16 with the policy; predicted: ([learning rate], [share in % of bfloat16]).
+    """
+    _, axis = plt.subplots(figsize=(10, 3.6))
+    color = COLORS["weights"]
+    axis.semilogx(*predicted, color=color, alpha=0.5, label="bfloat16, predicted")
+    markers = (
+        {"marker": "s", "ms": 12, "mfc": "none"},
+        {"marker": "o", "ms": 7},
+        {"marker": "+", "ms": 15, "color": "black"},
+    )
+    for (label, shares), marker in zip(columns.items(), markers, strict=True):
+        style = {"color": color, "ls": "", **marker}
+        axis.semilogx(rates, shares, label=label, **style)
+    axis.set(ylim=(-5, 109))
+    axis.set_xlabel("learning rate", size=12)
+    axis.set_ylabel("% of the weights changed", size=12)
+    axis.tick_params(labelsize=12)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.45, 1)}
+    axis.legend(ncols=2, frameon=False, fontsize=12, **above)
+    axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
     plt.show()

@@ -6,16 +6,20 @@ second all-to-all returns the results. `all_to_all_single_autograd` sends the gr
 in the opposite direction. An expert sees the tokens of all ranks, and gets the sum of
 their gradients: divide it by the number of ranks, because DDP and FSDP2 average the
 gradients of everything else. Keep FSDP2 from sharding the experts again, with
-`ignored_params`. The CPU has to know the sizes, so each layer waits for the GPU. No
-tokens are dropped here, so the busiest rank sets the time of a step. Large trainings
-limit how many tokens an expert takes (its capacity, beyond which tokens skip it), or
-balance the router's choices, for instance by a loss.
+`ignored_params`. `clip_grad_norm_` refuses experts beside sharded weights; `clip` takes
+the norm over the experts of all ranks and the rest. AdamW with `foreach`, its default
+on a GPU, wants the experts in a parameter group of their own. The CPU has to know the
+sizes, so each layer waits for the GPU. No tokens are dropped here, so the busiest rank
+sets the time of a step. Large trainings limit how many tokens an expert takes (its
+capacity, beyond which tokens skip it), or balance the router's choices, for instance by
+a loss.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/expert_parallel.py
 tokens that each rank sends to the others: uneven
 outputs: within 1e-12 of one process's
 gradients of the experts, divided by the number of ranks: within 1e-12
 gradients of the router, by FSDP2: within 1e-12
+norm of all gradients, and what is clipped by it: within 1e-12
 """
 
 import gc
@@ -54,6 +58,20 @@ def average_experts(parameters):
     """Divide the gradients of this rank's experts, after backward, as a mean's are."""
     for parameter in parameters:
         parameter.grad /= dist.get_world_size()
+
+
+def clip(experts, others, max_norm):
+    """Clip the gradients by the norm of all of them, and return it; all ranks call it.
+
+    experts: this rank's, after average_experts; others: what FSDP2 has sharded.
+    """
+    square = nn.utils.get_total_norm([expert.grad for expert in experts]).square()
+    dist.all_reduce(square)  # otherwise each rank clips by a norm of its own
+    rest = nn.utils.get_total_norm([other.grad for other in others]).full_tensor()
+    norm = (square + rest.square()).sqrt()
+    for parameters in (experts, others):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 # ---- the proof -----------------------------------------------------------------------
@@ -115,6 +133,7 @@ def main():
 
     chosen = alone.router(own).softmax(-1).argmax(-1)
     sent = chosen.bincount(minlength=12).view(world_size, -1).sum(1)
+    rest = [model.router.weight]
     found = [
         (outputs, expected.chunk(world_size)[rank]),
         (model.up.grad, alone.up.grad[numbers]),
@@ -123,6 +142,14 @@ def main():
     ]
     for one, other in found:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    found[0] = (clip(experts, rest, 0.01), norm)
+    found[3] = (model.router.weight.grad.full_tensor(), alone.router.weight.grad)
+    for one, other in found:  # the gradients are the clipped ones now
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert norm > 0.01
+    groups = [{"params": experts}, {"params": rest}]
+    torch.optim.AdamW(groups, foreach=True).step()  # in one group, it would fail
     uneven = len({*sent.tolist()}) > 1
     assert uneven or world_size == 1
     if rank == 0:
@@ -130,6 +157,7 @@ def main():
         print("outputs: within 1e-12 of one process's")
         print("gradients of the experts, divided by the number of ranks: within 1e-12")
         print("gradients of the router, by FSDP2: within 1e-12")
+        print("norm of all gradients, and what is clipped by it: within 1e-12")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 Call `model.compile()`, and then wrap the model in DDP. This compiles the model in
 place: its weights keep their names. `torch.compile(model)` returns a wrapper instead,
 which puts `_orig_mod.` before the names as DDP puts `module.`.
-`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential; in torch
-2.11, `model.compile()` does not compile one either: there, `DDP(torch.compile(model))`
-does. Save the state_dict() of the model itself: after `model.compile()` its names are
-clean.
+`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential, and
+`DDP(torch.compile(model))` does. (In torch 2.11, `model.compile()` does not compile an
+nn.Sequential either.) Save the state_dict() of the model itself: after
+`model.compile()` its names are clean.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
 model.compile(), then DDP: compiled, module.up.weight
 DDP(torch.compile(model)): compiled, module._orig_mod.up.weight
 torch.compile(DDP(model)): compiled, _orig_mod.module.up.weight
 torch.compile(DDP(nn.Sequential(...))): not compiled, _orig_mod.module.0.weight
+DDP(torch.compile(nn.Sequential(...))): compiled, module._orig_mod.0.weight
 model.state_dict(): up.weight
 weights within 1e-12 of those without compile
 """
@@ -76,6 +77,7 @@ ORDERS = {
     "DDP(torch.compile(model))": (compiled_first, MLP),
     "torch.compile(DDP(model))": (wrapped_first, MLP),
     "torch.compile(DDP(nn.Sequential(...)))": (wrapped_first, sequential),
+    "DDP(torch.compile(nn.Sequential(...)))": (compiled_first, sequential),
 }
 
 
@@ -109,7 +111,8 @@ def main():
         called = prepare(model, counter)
         torch.testing.assert_close(train(called, model), expected, rtol=0, atol=1e-12)
         name = next(iter(called.state_dict()))
-        assert (counter.graphs > 0) == (make is MLP)
+        nothing = prepare is wrapped_first and make is sequential
+        assert (counter.graphs == 0) == nothing
         assert ("_orig_mod." in name) == (prepare is not compile_and_wrap)
         if dist.get_rank() == 0:
             result = "compiled" if counter.graphs else "not compiled"

@@ -6,12 +6,13 @@ trainer holds one whole weight at a time. If the first trainer alone calls
 `full_tensor()`, it waits for the others until the timeout. Send the number of the
 version with the weights, and keep it with each sample: the trainers may be some
 versions ahead by the time they learn from it. With vLLM or SGLang the weights go the
-same way, into the engine's own names and layout. Buffers are not sent here.
+same way, into the engine's own names and layout. Buffers are sent, too, as the first
+trainer has them, except those that are not persistent: the generator makes its own.
 
 $ torchrun --standalone --nproc-per-node=3 recipes/weights_to_a_generator.py
-version 1: the generator has the trainers' weights, bit by bit
-version 2: the generator has the trainers' weights, bit by bit
-version 3: the generator has the trainers' weights, bit by bit
+version 1: the generator has the trainers' weights and buffers, bit by bit
+version 2: the generator has the trainers' weights and buffers, bit by bit
+version 3: the generator has the trainers' weights and buffers, bit by bit
 one process's training: within 1e-10
 most bytes on the way at once: 8192 of 33792
 """
@@ -24,11 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 # ---- the lines to copy ---------------------------------------------------------------
 def send_weights(model, version, first, link):
-    """Send a sharded model's weights; all trainers call this.
+    """Send a sharded model's weights and buffers; all trainers call this.
 
     first: the rank of the first trainer; link: the group of it and the generators.
     """
@@ -36,26 +38,28 @@ def send_weights(model, version, first, link):
     device = next(model.parameters()).device
     if sends:
         dist.broadcast(torch.tensor([version], device=device), first, group=link)
-    for parameter in model.parameters():
-        whole = parameter.detach().full_tensor()  # a collective of all trainers
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, DTensor):  # a buffer is a whole tensor already
+            tensor = tensor.full_tensor()  # a collective of all trainers
         if sends:
-            dist.broadcast(whole, first, group=link)
+            dist.broadcast(tensor, first, group=link)
 
 
 def get_weights(model, first, link):
     """Fill a model, which is not sharded, with what was sent; return the version."""
     version = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
     dist.broadcast(version, first, group=link)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, first, group=link)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, first, group=link)
     return version.item()
 
 
 # ---- the proof -----------------------------------------------------------------------
 def make_model(device):
     torch.manual_seed(0)
-    layers = [nn.Linear(32, 32) for _ in range(4)]
-    return nn.Sequential(*layers).to(device)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    model.register_buffer("steps", torch.zeros(1))
+    return model.to(device)
 
 
 def step(model, optimizer, number, rank, trainers):
@@ -66,6 +70,7 @@ def step(model, optimizer, number, rank, trainers):
     model(inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    model.steps += 1
 
 
 def main():
@@ -100,13 +105,14 @@ def main():
             send_weights(model, version, 0, link)
         else:
             assert get_weights(model, 0, link) == version
+        assert model.steps == version
         own = [p.full_tensor() if rank in trainers else p for p in model.parameters()]
         own = nn.utils.parameters_to_vector(own).detach()
         trained = own.clone()
         dist.broadcast(trained, 0)
         assert torch.equal(own, trained)
         if rank == 0:
-            words = "the generator has the trainers' weights, bit by bit"
+            words = "the generator has the trainers' weights and buffers, bit by bit"
             print(f"version {version}: {words}", flush=True)
     expected = nn.utils.parameters_to_vector(alone.parameters())
     torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)

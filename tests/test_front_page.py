@@ -1,8 +1,16 @@
 """README.md and docs/running.md: what they show is in the files, and runs as typed."""
 
 import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import zeros
 
 from nbtools import harness
 from tests.conftest import only_in_release
@@ -16,7 +24,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 (DIFF,) = [text for kind, text in BLOCK.findall(README) if kind == "diff"]
 (TRY,) = [text for kind, text in BLOCK.findall(README) if kind == "bash"]
 (CHECKED,) = re.findall(r"^```\n(1 process .*?)```", README, re.MULTILINE | re.DOTALL)
-(STAGE, TWO_MACHINES) = [
+(STAGE, TWO_MACHINES, UV) = [
     text for kind, text in BLOCK.findall(RUNNING) if kind == "bash"
 ]
 # As many as common machines have GPUs.
@@ -88,3 +96,56 @@ def test_two_launchers_find_each_other(tmp_path):
     assert [each.returncode for each in done] == [0, 0], done
     printed = "".join(each.stdout for each in done)
     assert "4 processes on gloo\n" in printed and len(losses(printed)) == 2
+
+
+# ---- uv, rented machines, buckets ----------------------------------------------------
+def code_with(kind, text):
+    """Return the block of docs/running.md that has a text."""
+    blocks = [each for name, each in BLOCK.findall(RUNNING) if name == kind]
+    (block,) = [each for each in blocks if text in each]
+    return block
+
+
+def test_uv_installs_what_the_page_names_and_starts_the_stage():
+    (packages,) = re.findall(r"pip install (torch .*)`", RUNNING)
+    words = shlex.split(UV.replace("\\\n", ""))
+    assert words[words.index("--with") + 1].split(",") == packages.split()
+    assert words[words.index("torchrun") :] == shlex.split(STAGE)
+
+
+def use_bucket(code, rank, world_size, store):
+    """Be a rank that saves two steps; the lines that load must give the second."""
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    for step in (9, 10):
+        weights = distribute_tensor(torch.full((6,), float(step)), mesh)
+        names = {"state": {"weights": weights}, "step": step}
+        exec(code, names)
+    # Of a third save, which was killed before it wrote .metadata.
+    names["bucket"].makedirs(f"{names['path']}/step-00000011", exist_ok=True)
+    names["bucket"].touch(f"{names['path']}/step-00000011/__0_0.distcp")
+    names["state"] = {"weights": zeros(6, device_mesh=mesh)}
+    exec("".join(line for line in code.splitlines(True) if "save(" not in line), names)
+    assert names["state"]["weights"].full_tensor().tolist() == [10] * 6
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scheme, processes", [("memory", 1), ("file", 2)])
+def test_a_checkpoint_in_a_bucket(scheme, processes, tmp_path):
+    code, run = code_with("python", "url_to_fs"), f"{scheme}://{tmp_path}/run-7"
+    assert code.count('"s3://my-bucket/run-7"') == 1
+    code = code.replace('"s3://my-bucket/run-7"', repr(run))
+    store = tmp_path / "store"
+    calls = [(code, rank, processes, store) for rank in range(processes)]
+    harness.call_in_forks(use_bucket, calls)
+
+
+def test_a_path_is_not_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"weights": torch.ones(1)}
+    dcp.save(state, checkpoint_id=Path("s3://my-bucket/run-7"), no_dist=True)
+    assert (tmp_path / "s3:/my-bucket/run-7/.metadata").exists()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "s3fs", None)
+        with pytest.raises(ImportError, match="^Install s3fs to access S3$"):
+            dcp.save(state, checkpoint_id="s3://my-bucket/run-7", no_dist=True)

@@ -6,6 +6,7 @@ So does LoRA on any number of processes; what is saved can be loaded; the page i
 import ast
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import re
@@ -538,20 +539,143 @@ def test_a_trained_weight_that_is_no_adapter_is_refused(tmp_path):
     assert "lm_head" in line and "is to be trained, but is not an adapter" in line
 
 
-def test_peft_that_is_not_installed(tmp_path):
-    words = command(LORA, 1, pretrained("llama"), "--peft")
-    without = functools.partial(spy.without_module, "peft")
-    done = run(words, tmp_path, prepare=without, code=2)
-    assert "--peft needs the package peft: pip install peft" in done.stderr
+@pytest.mark.parametrize(
+    "flag, package", [("--peft", "peft"), ("--load-in-4bit", "bitsandbytes")]
+)
+def test_a_package_that_is_not_installed(flag, package, tmp_path):
+    words = command(LORA, 1, pretrained("llama"), flag)
+    without = functools.partial(spy.without_module, package)
+    *_, said = run(words, tmp_path, prepare=without, code=2).stderr.splitlines()
+    assert re.search(f"{flag} needs .*: pip install {package}$", said)
+
+
+# ---- lora.py in 4 bits ---------------------------------------------------------------
+has_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed",
+)
+FOUR_BITS = ("--load-in-4bit", "--epochs=2")
+
+
+def count_frozen(folder):
+    """Save the bytes of this rank's linear layers to folder/rank-R.pt: {name: number}.
+
+    It counts in generate(), with which the script ends.
+    """
+
+    def count(_, model, *__):
+        bits = [
+            weight.to_local().nbytes
+            for name, weight in model.named_parameters()
+            if "proj" in name and "lora_" not in name
+        ]
+        states = [getattr(each, "quant_state", None) for each in model.modules()]
+        scales = [state.absmax.nbytes for state in states if state]
+        numbers = {"bits": sum(bits), "scales": sum(scales)}
+        torch.save(numbers, Path(folder, f"rank-{dist.get_rank()}.pt"))
+
+    spy.call_after(transformers.GenerationMixin, "generate", count)
+
+
+@has_bitsandbytes
+def test_4_bits_are_sharded_and_train_the_same_adapters(tmp_path):
+    """On 2 processes by peft, and on 1 process ours; the page has the bytes."""
+    section = PAGE.partition("QLoRA\n")[2]
+    screens, weights = [], []
+    for processes, flags in ((1, ()), (2, ("--peft",))):
+        folder = tmp_path / str(processes)
+        words = command(LORA, processes, pretrained("llama"), *FOUR_BITS, *flags)
+        prepare = functools.partial(count_frozen, folder)
+        done = run([*words, "--dtype=float32"], folder, prepare=prepare)
+        screens.append(done.stdout.splitlines()[:2])
+        found = saved(folder).items()
+        weights.append({n.removeprefix("base_model.model."): w for n, w in found})
+        for rank in range(processes):
+            seen = torch.load(folder / f"rank-{rank}.pt")
+            assert seen == {"bits": 147_456 // 2 // processes, "scales": 147_456 // 64}
+            assert all(f"{number:,} bytes" in section for number in seen.values())
+    assert max_abs_diff(*weights) <= 1e-5
+    for lines in zip(*screens, strict=True):
+        first, second = (losses(line) for line in lines)
+        assert first == second
+
+
+@has_bitsandbytes
+def test_adapters_of_4_bits_are_loaded_and_merged_by_the_page(tmp_path):
+    """They generate what the script printed; merged into 4 bits, they are not equal."""
+    words = command(LORA, 1, pretrained("llama"), *FOUR_BITS, "--peft")
+    screen = run(words, tmp_path).stdout
+
+    names = {"__name__": "page"}
+
+    def logits(code):
+        """Run code; return the logits of the prompt, by the model that it leaves."""
+        code = code.replace("FOLDER", str(pretrained("llama")))
+        code = code.replace('"adapters"', repr(str(tmp_path / "work/adapters")))
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.syspath_prepend(SCRIPTS)
+            exec(code, names)
+            return names["model"].eval()(input_ids=PROMPT).logits.float()
+
+    trained = logits(code_with("import load_in_4bit"))
+    assert f"generated: {generate(names['model'])}" in screen
+    again = logits("model = model.merge_and_unload()")
+    merged = logits(code_with(".dequantize()"))
+    assert {weight.dtype for weight in names["model"].parameters()} == {torch.bfloat16}
+    other = logits(
+        "from transformers import AutoModelForCausalLM\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
+        'model = PeftModel.from_pretrained(model, "adapters")'
+    )
+    differences = [(each - trained).abs().max() for each in (merged, again, other)]
+    assert differences[0] < 0.02 < min(differences[1:])
+
+
+@has_bitsandbytes
+@pytest.mark.release
+def test_a_run_in_4_bits_is_resumed(tmp_path):
+    """It prints what a run prints that was not interrupted."""
+    words = command(LORA, 2, pretrained("llama"), *FOUR_BITS)
+    whole = run(words, tmp_path / "whole").stdout.splitlines()
+    run([*words, SAVE, "--epochs=1"], tmp_path)
+    assert run([*words, SAVE], tmp_path).stdout.splitlines()[1:] == whole[1:]
+
+
+STORAGE = "bnb_4bit_quant_storage="
+CONVERTED = "RuntimeError: shape '[64, 32]' is invalid for input of size 1024"
+REORDERED = "'Tensor' object has no attribute 'full_tensor'"
+
+
+@has_bitsandbytes
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "before, after, error",
+    [
+        (f"{STORAGE}dtype", f"{STORAGE}torch.float32", CONVERTED),
+        ("for layer in model.modules():", "for layer in ():", REORDERED),
+    ],
+)
+def test_4_bits_that_are_spoiled(before, after, error, tmp_path):
+    """By FSDP's policy; and by an evaluation on a CPU with AVX512-BF16."""
+    if error == REORDERED and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the CPU has no AVX512-BF16")
+    script = changed(LORA, tmp_path, (before, after))
+    words = command(script, 2, pretrained("llama"), *FOUR_BITS)
+    assert error in run(words, tmp_path, code=1).stderr
+    assert error in PAGE
 
 
 # ---- bad input -----------------------------------------------------------------------
+BY_BITSANDBYTES = "Failed to load CPU gemm_4bit_forward"  # peft imports it
+
+
 def fails(words, folder):
     """Return the lines that each rank prints, once; the exit code must be 2."""
     done = run(words, folder, code=2)
     assert "Traceback" not in done.stderr
     assert not (folder / "work/adapters").exists()
-    return {line for each in done.ranks for line in each.stderr.splitlines()}
+    said = {line for each in done.ranks for line in each.stderr.splitlines()}
+    return {line for line in said if BY_BITSANDBYTES not in line}
 
 
 def edit_config(folder, **changes):
@@ -611,6 +735,7 @@ PARTS = r"model-00001-of-\d+.safetensors is not in \S+: is the download complete
         ("llama --batch-size=10", r".* must be divisible by .* \(4\)", [FSDP]),
         ("llama --batch-size=512", ".* more than the 505 .*", [BEFORE, FSDP]),
         ("llama --peft --targets nonesuch", ".*nonesuch.*", [LORA]),
+        ("llama --load-in-4bit --dtype=float64", "--load-in-4bit goes with.*", [LORA]),
     ],
 )
 def test_bad_input_gets_one_line(what, line, scripts, tmp_path):
@@ -653,6 +778,8 @@ def test_an_error_of_transformers_keeps_its_traceback(tmp_path):
 COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGE, re.MULTILINE)
 # The reader's own model is in FOLDER.
 COMMANDS = [each for each in COMMANDS if "FOLDER" not in each]
+if not importlib.util.find_spec("bitsandbytes"):
+    COMMANDS = [each for each in COMMANDS if "--load-in-4bit" not in each]
 
 
 def test_the_page_has_the_section_that_an_error_names():

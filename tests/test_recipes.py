@@ -34,6 +34,8 @@ COMPILED = "torch_compile_fsdp.py"  # compiles C++, half a minute
 RING = "ring_attention.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
+EXPERTS = "expert_parallel.py"
+FLOAT8 = "float8_fsdp.py"  # needs torchao
 GENERATOR = "weights_to_a_generator.py"  # two trainers beside it: three processes
 NEED = {"parts_not_used_fsdp.py": "2.13"}  # the version of torch
 ONE_PROCESS = {"loader_memory.py"}  # started by python
@@ -85,7 +87,8 @@ BREAKS = {
         "ema.update_parameters(model)",
         "ema.update_parameters(model) if dist.get_rank() == 0 else None",
     ),
-    "expert_parallel.py": Break("parameter.grad /= dist.get_world_size()", "pass"),
+    EXPERTS: Break("parameter.grad /= dist.get_world_size()", "pass"),
+    FLOAT8: Break('name.startswith("blocks.")', 'name.startswith("layers.")'),
     "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
     "fsdp_by_hand.py": Break("% self.ranks)) / self.ranks", "% self.ranks))"),
     "global_mean_std.py": Break("dist.all_reduce(squares)", "pass"),
@@ -127,13 +130,17 @@ BREAKS = {
     ),
     "two_networks.py": Break("discriminator.requires_grad_(not freeze)", "pass"),
     "unequal_gpus.py": Break(" * dist.get_world_size() / ", " / "),
-    GENERATOR: Break("broadcast(parameter.data,", "broadcast(parameter.data.clone(),"),
+    GENERATOR: Break(
+        "(tensor, first, group=link)\n    return",
+        "(tensor.clone(), first, group=link)\n    return",
+    ),
     "weighted_sampler.py": Break(
         "manual_seed(self.seed + self.epoch)", "manual_seed(self.seed + self.rank)"
     ),
 }
 # [(recipe, another Break)]
 MORE_BREAKS = [
+    (EXPERTS, Break("dist.all_reduce(square)", "pass")),
     # the causal mask, made from positions that each rank counts from 0
     (RING, Break("positions[dist.get_rank()], positions[source]", "positions[[0, 0]]")),
     # the gradient of a block stays with the rank that was the last to add to it
@@ -176,6 +183,8 @@ def run(
     _, _, command, printed = docstring(recipe)
     if torch.__version__ < (needed := NEED.get(recipe, "2.11")):
         pytest.skip(f"this recipe needs torch {needed}")
+    if recipe == FLOAT8:
+        pytest.importorskip("torchao", reason="torchao is not installed")
     command = command.replace("node=2", f"node={processes}")
     if script:
         command = command.replace(f"recipes/{recipe}", str(script))

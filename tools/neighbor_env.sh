@@ -3,7 +3,7 @@
 #
 #   tools/neighbor_env.sh NAME PYTHON
 #
-# NAME is ray or horovod. The environment sees the packages of PYTHON's environment,
+# NAME is ray, trl, horovod or torchft. The environment sees the packages of PYTHON's environment,
 # torch above all, and installs only what recipes/neighbors/requirements-NAME.txt names
 # in addition. Horovod is built from source, for CPUs and over gloo.
 set -euo pipefail

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,10 +26,10 @@ from common.gpt import generate
 
 
 # ---- what they share -----------------------------------------------------------------
-def make(seed=0, depth=4):
+def make(seed=0):
     """Return a small GPT."""
     torch.manual_seed(seed)
-    return GPT(256, 32, width=64, depth=depth)
+    return GPT(256, 32, width=64, depth=4)
 
 
 def make_mesh():
@@ -161,39 +160,6 @@ def report_whole(model):
         return max(seen) / total
 
     return most
-
-
-# ---- no_policy -----------------------------------------------------------------------
-def no_policy():
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    tell("16-bit weights kept from forward to backward, in bytes")
-    tell("blocks  of the model  autocast alone  autocast and policy")
-    for depth in (2, 4, 8):
-        alone = kept_copies(shard(make(depth=depth)))  # the mistake
-        both = kept_copies(shard(make(depth=depth), mp_policy=policy))
-        total = sum(2 * weight.numel() for weight in make(depth=depth).parameters())
-        tell(f"{depth:6}{total:14,}{alone:16,}{both:21,}")
-        assert alone > 0.8 * total and both == 2 * 256 * 64  # the head, in the root
-
-
-# ---- what no_policy counts -----------------------------------------------------------
-def kept_copies(model):
-    """Return the bytes of weights in bfloat16 that autograd keeps after forward."""
-    kept = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-        ),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        loss = get_loss(model)
-    shapes = {weight.shape for weight in model.parameters() if weight.dim() == 2}
-    shapes |= {shape[::-1] for shape in shapes}  # as a product uses them
-    copies = [t for t in kept if t.dtype == torch.bfloat16 and t.shape in shapes]
-    storages = [copy.untyped_storage() for copy in copies]
-    size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    loss.backward()
-    return size
 
 
 # ---- rank_0_alone --------------------------------------------------------------------

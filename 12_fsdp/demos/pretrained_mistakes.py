@@ -24,7 +24,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
@@ -39,7 +38,6 @@ from make_model import make_config
 
 IGNORED = -100  # the label of a position without a loss
 WHOLE = StateDictOptions(full_state_dict=True)
-POLICY = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 # ---- the model, sharded and loaded ---------------------------------------------------
@@ -162,18 +160,6 @@ def dtype_on_rank_0_only(folder):
     set_model_state_dict(model, weights, options=options)
     tell("loaded")
     get_loss(model)
-
-
-# ---- policy_without_autocast ---------------------------------------------------------
-def policy_without_autocast(folder):
-    tell(f"float32: loss {get_loss(load(folder / 'llama')):.6f}")
-    model = load(folder / "llama", mp_policy=POLICY)
-    loss = get_loss(model)  # the mistake: cross_entropy computes in bfloat16
-    tell(f"the policy alone: loss {loss:.6f}, {loss.dtype}")
-    assert loss.dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = get_loss(model)
-    tell(f"the policy and autocast: loss {loss:.6f}, {loss.dtype}")
 
 
 # ---- losses --------------------------------------------------------------------------

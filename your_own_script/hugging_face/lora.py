@@ -5,6 +5,7 @@ script.
 """
 
 import gc
+import importlib.util
 import math
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from transformers import AutoModelForCausalLM
+from transformers import BitsAndBytesConfig
 
 from fsdp import generate
 from fsdp import init_processes
@@ -106,23 +108,49 @@ def name_in_files(name):
     return None if "lora_" in name else name.replace(".base_layer", "")
 
 
+def load_in_4bit(folder, dtype):
+    """Return a model whose linear layers, except the head, have 4 bits per weight.
+
+    dtype: of all other weights, and of the tensors that the bits are stored in. If FSDP
+    gathers in another one, it converts these tensors as if they were numbers.
+    """
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=config
+    )
+    # Otherwise, on a CPU with AVX512-BF16, bitsandbytes takes the bits for reordered
+    # after an evaluation, and no adapter gets a gradient.
+    for layer in model.modules():
+        layer.support_avx512bf16_for_cpu = False
+    return model
+
+
 def load_model(args, device, mesh):
     """Return the sharded model with its adapters."""
     dtype = getattr(torch, args.dtype)
     # The adapters are float32, because they are trained; or float64, as the others.
     adapter = args.targets, args.lora_rank, torch.promote_types(dtype, torch.float32)
     model = make_model(args.model, AutoModelForCausalLM, dtype)
+    if args.load_in_4bit:  # each rank holds all of it until it is sharded
+        model = load_in_4bit(args.model, torch.bfloat16 if args.bf16 else dtype)
     # Before fully_shard: adapters that are added later are not sharded, and their
     # gradients are not averaged.
-    with torch.device("meta"):
+    with device if args.load_in_4bit else torch.device("meta"):
         if args.peft:
             model = add_lora_by_peft(model, *adapter)
         else:
             add_lora(model, *adapter)
     base_model = model.get_base_model() if args.peft else model
     shard_model(base_model, mesh, args.bf16)
-    allocate(base_model, device)
-    load_weights(base_model, args.model, name_in_files)
+    if not args.load_in_4bit:
+        allocate(base_model, device)
+        load_weights(base_model, args.model, name_in_files)
     init_adapters(model)
     return model
 
@@ -133,6 +161,7 @@ def main():
     # bfloat16, because nothing is added to them.
     parser.set_defaults(out=Path("adapters"), dtype="bfloat16")
     parser.add_argument("--peft", action="store_true", help="adapters made by peft")
+    parser.add_argument("--load-in-4bit", action="store_true", help="QLoRA")
     parser.add_argument("--lora-rank", type=int, default=8)
     parser.add_argument("--targets", nargs="+", default=["q_proj", "v_proj"])
     args = parse_args(parser)
@@ -140,6 +169,10 @@ def main():
     args.bf16 |= args.dtype == "bfloat16"
     if args.peft and peft is None:  # one line, not a traceback
         parser.error("--peft needs the package peft: pip install peft")
+    if args.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        parser.error("--load-in-4bit needs a package: pip install bitsandbytes")
+    if args.load_in_4bit and args.dtype == "float64":
+        parser.error("--load-in-4bit goes with --dtype bfloat16 or float32")
     device, mesh = init_processes()
     train_loader, val_loader = make_loaders(parser, args)
     try:

@@ -1,6 +1,7 @@
 """Save a model that is under DDP with torch.distributed.checkpoint: whose statistics?
 
-torchrun --standalone --nproc-per-node=2 09_resume/demos/dcp_replicas.py FOLDER
+torchrun --standalone --nproc-per-node=2 \
+13_sharded_checkpoints/demos/dcp_replicas.py FOLDER
 """
 
 import copy
