@@ -129,7 +129,8 @@ def notebook(tmp_path):
     zh.update(path)
     assert [line[-4:] for line in zh.problems(path)] == ["TODO"] * 3
     translate(path, TRANSLATED)
-    assert all("type `make zh`" in line for line in zh.problems(path))
+    wrong = zh.problems(path)
+    assert len(wrong) == 3 and all("Chinese has changed" in line for line in wrong)
     zh.update(path)
     assert zh.problems(path) == []
     return path
@@ -160,17 +161,23 @@ def test_a_translation_has_the_english_code_outputs_and_ids(notebook):
     assert both[0].metadata == both[1].metadata
 
 
-def test_changed_code_and_outputs_are_seen_and_copied(notebook):
-    for old, new in (("x = 1", "x = 2"), ("x", "x + 1")):
-        english = zh.english_of(notebook)
-        book = nbformat.read(english, 4)
-        cell = next(cell for cell in book.cells if cell.source == old)
-        cell.source, cell.outputs[0].text = new, new
-        write_notebook(book, english)
-        assert any("code, outputs" in line for line in zh.problems(notebook))
-        zh.update(notebook)
-        assert zh.problems(notebook) == []
-        assert nbformat.read(notebook, 4).cells[1:5:2] == book.cells[1:5:2]
+@pytest.mark.parametrize("part", ["source", "outputs", "tags"])
+def test_changed_code_and_outputs_are_seen_and_copied(notebook, part):
+    english = zh.english_of(notebook)
+    book = nbformat.read(english, 4)
+    cell = book.cells[3]
+    if part == "source":
+        cell.source = "x + 1"
+    elif part == "outputs":
+        cell.outputs[0].text = "2"
+    else:
+        cell.metadata["tags"] = ["check"]
+    write_notebook(book, english)
+    (line,) = zh.problems(notebook)
+    assert "03: code, outputs or metadata differ" in line
+    zh.update(notebook)
+    assert zh.problems(notebook) == []
+    assert nbformat.read(notebook, 4).cells[3] == cell
 
 
 def test_changed_english_is_stale_until_the_chinese_is_changed_or_accepted(notebook):
@@ -265,7 +272,8 @@ def test_what_is_wrong_in_a_translation_is_said(notebook, name):
 
 PAGE = """# Two
 
-Words of `this` page: 3.
+Words of `this
+long` page: 3.
 
 ## The end
 
@@ -285,7 +293,7 @@ $ another
 """
 OURS = """# 二
 
-`this` 页有 3 个词。
+`this long` 页有 3 个词。
 
 ## 结尾
 
@@ -352,6 +360,10 @@ def test_links_lead_to_the_chinese_texts_and_to_their_headings(notebook):
     assert any("two.zh-CN.md#结尾" in line for line in zh.problems(notebook))
     assert in_cell(notebook) == []
     assert zh.links(zh.read(notebook)[0].text) == ["two.zh-CN.md#最后"]
+    edit(zh.english_of(page), "The end", "An end")  # what the English links to is gone
+    edit(page, "最后", "完")
+    wrong = [line for line in zh.problems(notebook) if "no heading" in line]
+    assert len(wrong) == 1 and "two.zh-CN.md#最后" in wrong[0]
 
 
 def test_a_place_is_a_stage_or_a_file_with_a_number(capsys, monkeypatch):

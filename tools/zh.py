@@ -52,7 +52,7 @@ def hashed(text):
 
 
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"``.+?``|`[^`\n]+`")
+CODE = re.compile(r"``.+?``|`(?:[^`\n]|\n(?!\n))+`")
 TAG = re.compile(r"<!--.*?-->|</?\w[^>]*>", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()[^()\s]+(?=[^()]*\))")
 STAMPS = re.compile(r"\n<!-- translated, see tools/zh.py\n(.*)-->\n\Z", re.DOTALL)
@@ -218,7 +218,7 @@ def front_page(text):
 def facts(text):
     """Return what is the same in both languages, counted."""
     targets = [re.sub("#.*", "#", one.replace(CHINESE, "")) for one in links(text)]
-    return Counter(CODE.findall(text) + numbers(text) + targets)
+    return Counter(codes(text) + numbers(text) + targets)
 
 
 def pairs(english, chinese):
@@ -372,6 +372,11 @@ def fences(text):
     return [match[0] for match in FENCE.finditer(text)]
 
 
+def codes(text):
+    """Return what stands in `this type`, each in one line."""
+    return [" ".join(one.split()) for one in CODE.findall(FENCE.sub("", text))]
+
+
 def columns(text):
     """Return how many columns each row of the tables in a text has."""
     rows = re.findall(r"^\|.*", FENCE.sub("", text), re.MULTILINE)
@@ -404,9 +409,8 @@ def compared(theirs, ours, english):
     for (_, one), (_, other) in titles:
         if HEADINGS.get(one, other) != other:
             yield f"the heading {other} is {HEADINGS[one]} in all texts"
-    for name, part in (("number", numbers), ("code", CODE.findall)):
-        without = FENCE.sub("", theirs), FENCE.sub("", ours)
-        missing = Counter(part(without[0])) - Counter(part(without[1]))
+    for name, part in (("number", numbers), ("code", codes)):
+        missing = Counter(part(theirs)) - Counter(part(ours))
         for one in missing.elements():
             yield f"{name} missing: {one}"
     wanted = Counter(in_chinese(target, english) for target in links(theirs))
