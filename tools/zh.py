@@ -522,6 +522,7 @@ def main():
         if not path.is_file() or CHINESE in path.name:
             fail(f"there is no English text {path}")
         update(chinese_of(path))
+        chosen.append(chinese_of(path))
     paths = chosen or translations()
     for path in paths:
         update(path, [n for file, n in args.same if file == path])
@@ -530,7 +531,7 @@ def main():
     if not chosen:
         FRONT_PAGE.write_text(front_page(FRONT_PAGE.read_text()))
     found = [problem for path in paths for problem in problems(path)]
-    print("\n".join(found) or f"{len(paths)} translations are up to date")
+    print("\n".join(found) or f"up to date: {len(paths)}")
     sys.exit(bool(found) and not args.new)
 
 
