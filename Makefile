@@ -9,7 +9,7 @@ SITE_INSTALLED = $(VENV)/site-installed
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -22,6 +22,7 @@ help:
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
 	@echo "make notebooks SHOW=1 only their listings and diffs, in a second"
+	@echo "make zh               carry changes over to the Chinese texts (NEW=..., SAME=03:12)"
 	@echo "make pages            write the lists of stages and docs/faults.md, draw docs/*.png"
 	@echo "make sizes            print how long scripts, notebooks, pages and recipes are"
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
@@ -81,6 +82,9 @@ check: $(INSTALLED)
 
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)
+
+zh: $(INSTALLED)
+	@$(PY) -m tools.zh $(addprefix --new=,$(NEW)) $(addprefix --same=,$(SAME)) $(ZH)
 
 pages: $(INSTALLED)
 	$(PY) -m tools.pages

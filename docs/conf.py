@@ -17,12 +17,14 @@ from pathlib import Path
 from docutils import nodes
 from matplotlib import colors
 from sphinx import addnodes
+from sphinx.search import SearchEnglish
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from nbtools import drawing
 from tools import diff
+from tools import zh
 from tools.stages import notebooks
 from tools.stages import parts
 from tools.stages import steps
@@ -76,6 +78,7 @@ html_js_files = ["site.js"]
 html_extra_path = ["index.html"]  # leads to README.html
 html_copy_source = False
 html_use_index = False
+html_search_language = "english-and-chinese"  # see Words
 html_search_scorer = str(ROOT / "docs/_static/scorer.js")
 # A summary needs a server, and the site can also be read from a folder.
 html_show_search_summary = False
@@ -103,21 +106,25 @@ DATA = {
 BOOK = [root_doc]
 BOOK += [str(path.relative_to(ROOT).with_suffix("")) for path in notebooks()]
 START = ["docs/running", "docs/questions", "your_own_script/README"]
-START += ["README.zh-CN", "docs/questions.zh-CN"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
 NOT_SEARCHED = ("tests", "tools", "nbtools")
+# The Chinese pages: their front page, the notebooks in the same order, and the others.
+CHINESE_BOOK = [f"{page}{zh.CHINESE}" for page in BOOK]
+CHINESE_BOOK = [p for p in CHINESE_BOOK if [*ROOT.glob(f"{p}.*")]]
+CHINESE_PAGES = [p.relative_to(ROOT).with_suffix("") for p in zh.translations()]
+CHINESE_PAGES = [str(page) for page in CHINESE_PAGES if str(page) not in CHINESE_BOOK]
 
 
 def sidebar():
     """Return {caption: its pages}. Below each page are those of its folder."""
-    found = {"Start": START}
+    found = {"Start": START, "中文": CHINESE_BOOK + CHINESE_PAGES}
     for part, stages in parts().items():
         numbers = f"{stages[0].number}–{stages[-1].number}"
         pages = [f"{stage.name}/{stage.name}" for stage in stages]
         found[f"{part} · {numbers}"] = pages
     found["When it fails"] = FAILS
     docs = [f"docs/{path.stem}" for path in sorted(ROOT.glob("docs/*.md"))]
-    others = [page for page in docs if page not in START + FAILS]
+    others = [p for p in docs if p not in START + FAILS and not p.endswith(zh.CHINESE)]
     found["Reference"] = [*others, "recipes/README", "benchmarks/README"]
     code = [f"{path.parent.name}/__init__" for path in ROOT.glob("*/__init__.py")]
     code = [page for page in sorted(code) if page != "benchmarks/__init__"]
@@ -142,6 +149,7 @@ def below(main, env):
     folder = main.rpartition("/")[0]
     pages = [page for page in BOOK if page.startswith(f"{folder}/") and page != main]
     texts = [page for page in sorted(env.found_docs) if page.startswith(f"{folder}/")]
+    texts = [page for page in texts if not page.endswith(zh.CHINESE)]
     is_text = [page for page in texts if env.doc2path(page).suffix == ".md"]
     return pages + [page for page in is_text if page != main]
 
@@ -289,12 +297,13 @@ def lay_out(app, doctree):
 
 def complete(app, page, _template, context, _doctree):
     """Give a page its neighbors in the book, its script and its data."""
+    book = CHINESE_BOOK if page in CHINESE_BOOK else BOOK
     for key, step in (("prev", -1), ("next", 1)):
-        place = BOOK.index(page) + step if page in BOOK else -1
+        place = book.index(page) + step if page in book else -1
         context[key] = None
-        if 0 <= place < len(BOOK):
-            title = app.builder.render_partial(app.env.titles[BOOK[place]])["title"]
-            link = app.builder.get_relative_uri(page, BOOK[place])
+        if 0 <= place < len(book):
+            title = app.builder.render_partial(app.env.titles[book[place]])["title"]
+            link = app.builder.get_relative_uri(page, book[place])
             context[key] = {"link": link, "title": title}
     folder, _, name = page.partition("/")
     if folder == "docs" and (ROOT / f"docs/_static/{name}.js").is_file():
@@ -310,7 +319,47 @@ def complete(app, page, _template, context, _doctree):
             context["body"] += f"<details><summary>{names}</summary>{shown}</details>"
 
 
+# ---- Chinese -------------------------------------------------------------------------
+class Words(SearchEnglish):
+    """English words, and of Chinese, which has no spaces, each two characters."""
+
+    lang = "english-and-chinese"
+    js_splitter_code = r"""
+      function splitQuery(query) {
+        const han = /\p{Script=Han}+/gu;
+        const found = query.replace(han, " ").match(/[\p{L}\p{N}_]+/gu) || [];
+        for (const [run] of query.matchAll(han)) {
+          if (run.length < 2) found.push(run);
+          for (let n = 0; n + 1 < run.length; n++) found.push(run.slice(n, n + 2));
+        }
+        return found;
+      }
+    """
+
+    def split(self, text):
+        runs = re.findall(f"{zh.HAN}+", text)
+        pairs = [run[n : n + 2] for run in runs for n in range(len(run))]
+        return super().split(re.sub(zh.HAN, " ", text)) + pairs
+
+
+def switch_language(app, page, _template, context, _doctree):
+    """Begin a page that there is in both languages with a link to the other one."""
+    is_chinese = page.endswith(zh.CHINESE)
+    other = page.removesuffix(zh.CHINESE) if is_chinese else page + zh.CHINESE
+    if is_chinese:
+        context["language"] = zh.CHINESE.strip(".")
+    if other in app.env.found_docs:
+        link = app.builder.get_relative_uri(page, other)
+        english, chinese = "English", f'<a href="{link}" lang="zh-CN">中文</a>'
+        if is_chinese:
+            english, chinese = f'<a href="{link}" lang="en">English</a>', "中文"
+        line = f'<p class="languages">{english} | {chinese}</p>'
+        context["body"] = line + context["body"]
+
+
 def setup(app):
+    app.add_search_language(Words)
+    app.connect("html-page-context", switch_language)
     app.connect("source-read", prepare)
     app.connect("doctree-read", link_folders)
     app.connect("doctree-read", lay_out)

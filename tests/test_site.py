@@ -19,6 +19,7 @@ from PIL import Image
 from nbtools import harness
 from tests.training import load_program
 from tools import diff
+from tools import zh
 from tools.stages import ROOT
 from tools.stages import first_with
 from tools.stages import known_files
@@ -174,6 +175,10 @@ def test_previous_and_next_lead_through_the_notebooks_in_order(texts):
             there = os.path.normpath(Path(page).parent / link)
             following[page, kind] = there
     pairs = list(itertools.pairwise(order))
+    chinese = [page.replace(".html", f"{zh.CHINESE}.html") for page in order]
+    chinese = [page for page in chinese if page in texts]
+    assert len(chinese) >= 2
+    pairs += itertools.pairwise(chinese)
     wanted = {(one, "right-next"): other for one, other in pairs}
     wanted |= {(other, "left-prev"): one for one, other in pairs}
     assert following == wanted
@@ -185,7 +190,7 @@ def test_the_sidebar_has_captions_in_order(texts):
         f"{part} · {stages[0].number}–{stages[-1].number}"
         for part, stages in parts().items()
     ]
-    assert found == ["Start", *ranges, "When it fails", "Reference", "Code"]
+    assert found == ["Start", "中文", *ranges, "When it fails", "Reference", "Code"]
 
 
 def test_a_script_leads_back_to_the_page_that_explains_it(texts):
@@ -215,6 +220,24 @@ def test_setup_and_the_list_of_programs_are_folded(visit, width):
     assert listed.count() > 5 and not listed.first.is_visible()
     page.get_by_text("All programs of this folder").click()
     assert listed.first.is_visible()
+
+
+# ---- two languages -------------------------------------------------------------------
+def test_a_page_in_both_languages_leads_to_the_other_one(texts):
+    plain = {page: text.replace('"', "'") for page, text in texts.items()}
+    ours = {page for page in texts if f"{zh.CHINESE}.html" in page}
+    theirs = {page: page.replace(zh.CHINESE, "") for page in ours}
+    switch = re.compile(r"<p class='languages'>(.*) \| (.*)</p>")
+    assert len(ours) == len(zh.translations()) + 1  # and the front page
+    for page, other in theirs.items():
+        names = [Path(name).name for name in (page, other)]
+        there = f"<a href='{names[0]}' lang='zh-CN'>中文</a>"
+        back = f"<a href='{names[1]}' lang='en'>English</a>"
+        assert switch.findall(plain[page]) == [(back, "中文")]
+        assert switch.findall(plain[other]) == [("English", there)]
+        assert re.search("<html[^>]* lang='zh-CN'", plain[page])
+    others = {*texts} - ours - {*theirs.values()}
+    assert not [page for page in others if switch.search(plain[page])]
 
 
 # ---- it can be read ------------------------------------------------------------------
@@ -491,6 +514,15 @@ def test_a_search_finds_first_what_explains_a_message(visit):
         assert not [f for f in found if re.match("(tests|tools|nbtools)/", f)], words
     page.goto(f"file://{SITE}/{SYMPTOMS}#find=ChildFailedError")
     assert 0 < page.locator("tbody tr:visible").count() < 10
+
+
+# Words of one of the Chinese notebooks, alone and in a phrase, and with English.
+@pytest.mark.parametrize("words", ["混淆", "混淆矩阵", "检测框的类别", "mAP 检测框"])
+def test_a_search_for_chinese_words_finds_the_chinese_page(visit, words):
+    found = found_by(visit("search.html"), words)
+    wanted = f"07_distributed_eval/other_metrics{zh.CHINESE}.html"
+    assert any(one.startswith(wanted) for one in found), found
+    assert not [one for one in found if zh.CHINESE not in one and words[0] != "m"]
 
 
 def test_a_result_in_the_symptoms_shows_the_rows_with_these_words(visit):

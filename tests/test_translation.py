@@ -1,21 +1,28 @@
-"""README.zh-CN.md has the headings, lists, links and commands of README.md.
+"""The Chinese texts say what the English ones say, as far as a program can see.
 
-They are compared section by section, as counts: their order would impose the one
-language's word order on the other.
+README.zh-CN.md is compared with README.md section by section, as counts: their order
+would impose the one language's word order on the other. The others have stamps; see
+tools/zh.py.
 """
 
+import json
 import re
 from collections import Counter
 
+import nbformat
 import pytest
 
+from tools import zh
+from tools.notebooks import write as write_notebook
 from tools.stages import ROOT
+from tools.stages import first_with
 
 ENGLISH = (ROOT / "README.md").read_text()
 CHINESE = (ROOT / "README.zh-CN.md").read_text()
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+# ---- the front page ------------------------------------------------------------------
 def prose(text):
     return BLOCK.sub("", text)
 
@@ -31,7 +38,7 @@ def code(text):
 
 def links(text):
     """Return the targets in each section, except from language to language."""
-    text = text.replace("questions.zh-CN.md", "questions.md")
+    text = zh.front_page(text)  # to the Chinese page where there is one
     found = [re.findall(r"\]\(([^)]+)\)", part) for part in sections(text)]
     return [Counter(t for t in part if not t.startswith("README")) for part in found]
 
@@ -55,17 +62,303 @@ def test_both_have_the_same(part):
     assert part(CHINESE) == found
 
 
-def test_both_pages_of_questions_lead_to_the_same():
-    english, chinese = (
-        (ROOT / f"docs/questions{language}.md").read_text()
-        for language in ("", ".zh-CN")
-    )
-    assert len(links(english)[-1]) >= 10 and links(english) == links(chinese)
-
-
 def test_each_leads_to_the_other_and_is_in_its_language():
     assert "](README.zh-CN.md)" in ENGLISH and "](README.md)" in CHINESE
+    assert zh.front_page(CHINESE) == CHINESE, "type `make zh`"
     for line in prose(CHINESE).splitlines():
         bare = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
         if len(bare) > 60:
             assert len(re.findall("[\u4e00-\u9fff]", bare)) > len(bare) / 5, line
+
+
+# ---- the notebooks and pages ---------------------------------------------------------
+@pytest.mark.parametrize(
+    "path", zh.translations(), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_a_translation_is_that_of_the_english_text_as_it_is(path):
+    assert zh.problems(path) == []
+
+
+def test_there_are_translations_and_each_has_its_english_text():
+    paths = zh.translations()
+    assert len(paths) >= 1
+    assert [path for path in paths if not zh.english_of(path).is_file()] == []
+
+
+# ---- make zh -------------------------------------------------------------------------
+TEXTS = [
+    "# 03 · One\n\nIt has 50,000 images, on `cuda`. See [two](two.md#the-end).\n\n"
+    "| a name | words |\n|---|---|\n| one | 2 |\n\n```\n$ ls\n```\n\n## Run it",
+    "Wait for 3.4 million steps of rank 0. Then `ls` lists them, in **two** files.",
+    "The last cell.",
+]
+TRANSLATED = [
+    "# 03 · 一\n\n在 `cuda` 上有 5 万张图像，见[二](two.md#the-end)。\n\n"
+    "| 名称 | 说明 |\n|---|---|\n| 一 | 2 |\n\n```\n$ ls\n```\n\n## 运行",
+    "等 rank 0 完成 340 万个 step，然后 `ls` 会列出**两个**文件（在同一目录）。",
+    "最后一个 cell。",
+]
+
+
+def english_notebook(path, texts, codes=("x = 1", "x")):
+    cells = []
+    for n, text in enumerate(texts):
+        cells.append(nbformat.v4.new_markdown_cell(text))
+        if n < len(codes):
+            out = nbformat.v4.new_output("stream", text="1\n")
+            cells.append(nbformat.v4.new_code_cell(codes[n], outputs=[out]))
+    write_notebook(nbformat.v4.new_notebook(cells=cells), path)
+
+
+def translate(path, texts):
+    """Write these texts into the cells of a notebook, or blocks of a page."""
+    blocks = zh.read(path)
+    words = iter(texts)
+    for block in blocks:
+        if not block.copied:
+            block.text = next(words, block.text)
+    zh.write(path, blocks)
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """A notebook with its translation, up to date; and a page to which it links."""
+    (tmp_path / "two.md").write_text("# Two\n\n## The end\n")
+    english_notebook(tmp_path / "one.ipynb", TEXTS)
+    path = tmp_path / "one.zh-CN.ipynb"
+    zh.update(path)
+    assert [line[-4:] for line in zh.problems(path)] == ["TODO"] * 3
+    translate(path, TRANSLATED)
+    assert all("type `make zh`" in line for line in zh.problems(path))
+    zh.update(path)
+    assert zh.problems(path) == []
+    return path
+
+
+def edit(path, old, new):
+    """Replace a text in a file, as it stands in JSON if it is a notebook."""
+    if path.suffix == ".ipynb":
+        old, new = (json.dumps(one, ensure_ascii=False)[1:-1] for one in (old, new))
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+def in_cell(path, *edits):
+    """Replace texts in a translation, and run `make zh`; return what is wrong then."""
+    for old, new in edits:
+        edit(path, old, new)
+    zh.update(path)
+    return [line.partition(": ")[2] for line in zh.problems(path)]
+
+
+def test_a_translation_has_the_english_code_outputs_and_ids(notebook):
+    both = [nbformat.read(p, 4) for p in (zh.english_of(notebook), notebook)]
+    for one, other in zip(both[0].cells, both[1].cells, strict=True):
+        assert one.id == other.id
+        assert one == other or one.cell_type == "markdown"
+        assert set(other.metadata) <= {"translates"}
+    assert both[0].metadata == both[1].metadata
+
+
+def test_changed_code_and_outputs_are_seen_and_copied(notebook):
+    for old, new in (("x = 1", "x = 2"), ("x", "x + 1")):
+        english = zh.english_of(notebook)
+        book = nbformat.read(english, 4)
+        cell = next(cell for cell in book.cells if cell.source == old)
+        cell.source, cell.outputs[0].text = new, new
+        write_notebook(book, english)
+        assert any("code, outputs" in line for line in zh.problems(notebook))
+        zh.update(notebook)
+        assert zh.problems(notebook) == []
+        assert nbformat.read(notebook, 4).cells[1:5:2] == book.cells[1:5:2]
+
+
+def test_changed_english_is_stale_until_the_chinese_is_changed_or_accepted(notebook):
+    english = zh.english_of(notebook)
+    edit(english, "The last cell.", "The very last cell.")
+    assert len(in_cell(notebook)) == 1
+    (line,) = in_cell(notebook)  # not stamped by itself
+    assert line.startswith("04: stale")
+    assert "The very last cell.\n=== 04 now\n最后" in zh.export(notebook)
+    zh.update(notebook, same=[2])
+    assert len(zh.problems(notebook)) == 1
+    zh.update(notebook, same=[4])
+    assert zh.problems(notebook) == []
+    edit(english, "The very last cell.", "The last cell of all.")
+    assert len(in_cell(notebook)) == 1
+    assert in_cell(notebook, ("最后一个", "最末一个")) == []
+
+
+def test_new_english_cells_are_todo_and_those_gone_are_removed(notebook, capsys):
+    english = zh.english_of(notebook)
+    english_notebook(english, [TEXTS[0], "A new cell about `new`.", *TEXTS[1:]])
+    assert "blocks" in zh.problems(notebook)[0]
+    zh.update(notebook)
+    assert [line[-8:] for line in zh.problems(notebook)] == ["02: TODO"]
+    assert [block.text for block in zh.read(notebook)][::2][2] == TRANSLATED[1]
+    english_notebook(english, ["Another new cell.", *TEXTS[::2]])
+    zh.update(notebook)
+    texts = [block.text for block in zh.read(notebook) if not block.copied]
+    assert texts == ["TODO Another new cell.", *TRANSLATED[::2]]
+    assert TRANSLATED[1] in capsys.readouterr().err
+
+
+def test_of_changed_and_new_cells_the_changed_one_is_found_by_its_code(notebook):
+    english = zh.english_of(notebook)
+    changed = TEXTS[1].replace("Wait", "Wait again")
+    english_notebook(english, [TEXTS[0], "A new cell.", changed, TEXTS[2]], ["x = 1"])
+    zh.update(notebook)
+    wrong = [line.partition(": ")[2] for line in zh.problems(notebook)]
+    assert wrong[0] == "02: TODO" and wrong[1].startswith("03: stale")
+
+
+def test_a_notebook_is_translated_as_plain_text(notebook):
+    edit(notebook, TRANSLATED[2], "TODO")
+    text = zh.export(notebook)
+    assert "=== 03 is copied" in text and TRANSLATED[1] in text
+    zh.import_(notebook, text.replace("\nTODO", "\n最后。\n").replace("x = 1", "x = 3"))
+    assert in_cell(notebook) == []
+    assert (
+        zh.read(notebook)[4].text == "最后。" and zh.read(notebook)[1].text == "x = 1"
+    )
+
+
+# One change each to the cells above, and what is then said of it.
+BREAKS = {
+    "a number": ("5 万", "几万", "number missing: 50000"),
+    "another number": ("340 万", "34 万", "number missing: 3400000"),
+    "code": ("`cuda` 上", "GPU 上", "code missing: `cuda`"),
+    "a link": ("[二](two.md#the-end)", "别处", "link missing: two.md#the-end"),
+    "another link": ("two.md#the-end", "2.md", "link missing: two.md#the-end"),
+    "a link too many": ("340", "[340](two.md)", "link too many: two.md"),
+    "a fence": ("$ ls", "$ ls -l", "blocks of code"),
+    "a row": ("| 一 | 2 |\n", "2\n", "columns of tables"),
+    "a column": ("| 一 | 2 |", "| 一 2 |", "columns of tables"),
+    "a level": ("## 运行", "### 运行", "headings"),
+    "a heading": ("## 运行", "## 跑", "the heading 跑 is 运行"),
+    "twice": ("# 03 · 一", "# 运行", "2 headings"),
+    "todo": ("最后一个 cell。", "TODO", "TODO"),
+    "English": ("最后一个 cell。", f"{'word ' * 15}字。", "English: word"),
+    "a space": ("最后一个 cell", "最后一个cell", "no space"),
+    "a space at code": ("在 `cuda`", "在`cuda`", "no space"),
+    "a space after": ("340 万", "340万", "no space"),
+    "a comma": ("step，", "step 了,", "half-width"),
+    "a point": ("cell。", "单元.", "half-width"),
+    "parentheses": ("（在同一目录）", "(在同一目录)", "half-width"),
+    "quotes": ("最后一个", '"最后"一个', "half-width"),
+    "a space beside": ("step，", "step， ", "full-width"),
+    "two spaces": ("等 rank", "等  rank", "two spaces"),
+    "a numeral": ("5 万张", "50,000 张", "a comma in a numeral"),
+    "italics": ("最后一个", "*最后*一个", "italics"),
+    "bold": ("**两个**", "**两个，**", "punctuation inside bold"),
+    "a line": ("，然后", "，\n然后", "a line break"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_wrong_in_a_translation_is_said(notebook, name):
+    old, new, wanted = BREAKS[name]
+    found = in_cell(notebook, (old, new))
+    assert any(wanted in line for line in found), found
+    assert len(found) <= 2, found
+
+
+PAGE = """# Two
+
+Words of `this` page: 3.
+
+## The end
+
+| what | do |
+|---|---|
+| it hangs | wait |
+| it fails | see [above](#two) |
+
+```
+$ a command
+
+$ another
+```
+
+- an item
+- [another](one.ipynb#run-it)
+"""
+OURS = """# 二
+
+`this` 页有 3 个词。
+
+## 结尾
+
+| 现象 | 做法 |
+|---|---|
+| 卡住 | 等待 |
+| 报错 | 见[上文](#two) |
+
+```
+$ a command
+
+$ another
+```
+
+- 一项
+- [另一项](one.ipynb#run-it)
+"""
+
+
+def test_a_page_is_the_same_by_paragraphs_rows_and_items(tmp_path, capsys):
+    english, path = tmp_path / "two.md", tmp_path / "two.zh-CN.md"
+    english_notebook(tmp_path / "one.ipynb", TEXTS)
+    english.write_text(PAGE)
+    assert "".join(block.text + block.end for block in zh.split(PAGE)) == PAGE
+    zh.update(path)
+    assert len(zh.problems(path)) == 8
+    path.write_text(OURS)
+    zh.update(path)
+    assert zh.problems(path) == []
+    assert path.read_text().startswith(OURS.replace("#two", "#二"))
+    assert path.read_text().endswith("-->\n")
+    # A changed row is stale, a new one is TODO, and code is copied.
+    row = "| it fails | see [above](#two) |"
+    edit(english, row, f"| it ends | done |\n{row.replace('see', 'look')}")
+    edit(english, "$ a command", "$ one")
+    zh.update(path)
+    stale = [line.split(": ", 1)[1][:9] for line in zh.problems(path)]
+    assert stale == ["06: TODO", "07: stale"]
+    text = path.read_text()
+    assert "| TODO" not in text and "\nTODO | it ends | done |\n" in text
+    assert "$ one\n" in text and "| 报错 | 见[上文](#二) |" in text
+    edit(path, "TODO | it ends | done |", "| 结束 | 完成 |")
+    edit(path, "| 报错 | 见", "| 报错 | 看")
+    zh.update(path)
+    assert zh.problems(path) == []
+    # The same number of blocks is what the stamps are found by.
+    edit(path, "页有", "页\n\n有")
+    with pytest.raises(SystemExit):
+        zh.update(path)
+    assert "neither split nor join" in capsys.readouterr().err
+
+
+def test_links_lead_to_the_chinese_texts_and_to_their_headings(notebook):
+    page = notebook.parent / "two.zh-CN.md"
+    zh.update(page)  # a text more: links to it follow
+    assert in_cell(notebook) == []
+    page.write_text("# 二\n\n## 结尾\n")
+    assert any("type" not in line for line in zh.problems(notebook))
+    zh.update(page)
+    assert in_cell(notebook) == []
+    assert zh.links(zh.read(notebook)[0].text) == ["two.zh-CN.md#结尾"]
+    edit(page, "结尾", "最后")  # its heading is reworded
+    zh.update(page)
+    assert any("two.zh-CN.md#结尾" in line for line in zh.problems(notebook))
+    assert in_cell(notebook) == []
+    assert zh.links(zh.read(notebook)[0].text) == ["two.zh-CN.md#最后"]
+
+
+def test_a_place_is_a_stage_or_a_file_with_a_number(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "docs/questions.zh-CN.md"
+    assert zh.place("docs/questions.md:2") == zh.place(f"{path}:2") == (path, 2)
+    for wrong in ("99:1", "docs/questions.md", f"{first_with('images')}/x.ipynb:1"):
+        with pytest.raises(SystemExit):
+            zh.place(wrong)
+        assert "such a place" in capsys.readouterr().err

@@ -27,7 +27,8 @@ def normalize(book):
     book.nbformat, book.nbformat_minor = 4, 5
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number:02}"
-        cell.metadata = {k: v for k, v in cell.metadata.items() if k == "tags"}
+        kept = ("tags", "translates")  # the second is of tools/zh.py
+        cell.metadata = {k: v for k, v in cell.metadata.items() if k in kept}
     return book
 
 

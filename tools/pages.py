@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from tools import fault_table
 from tools import picture
+from tools import zh
 from tools.stages import ROOT
 from tools.stages import notebooks
 from tools.stages import parts
@@ -66,7 +67,8 @@ def pages():
         text = above + START + stage_list(page) + END + below
         first, *_ = notebooks()
         book = SITE or first.relative_to(ROOT).as_posix()
-        found[ROOT / page] = BOOK.sub(book, text)
+        text = BOOK.sub(book, text)
+        found[ROOT / page] = zh.front_page(text) if zh.CHINESE in page else text
     return found
 
 

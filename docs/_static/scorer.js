@@ -8,6 +8,8 @@ var Scorer = {
       if (!anchor) result[2] = `#find=${encodeURIComponent(query)}`; // see symptoms.js
       return score + 8;
     }
+    // For English words the English pages, which come first in the other's list, too.
+    if (page.endsWith(".zh-CN") && !/\p{Script=Han}/u.test(query)) return score / 2;
     return /\.(md|ipynb)$/.test(file) ? score : score / 10;
   },
   // What follows is as in Sphinx.

@@ -1,0 +1,534 @@
+"""`make zh`: carry the English texts over to their Chinese translations.
+
+Beside X.ipynb or X.md may stand its translation, X.zh-CN.ipynb or X.zh-CN.md. A
+notebook's cells are its blocks; a page's are paragraphs, headings, items and rows of
+tables. Code, outputs and all that has no words is copied. Each other Chinese block has
+a stamp: the hash of the English block that it translates, and its own. So a change of
+either is seen: whose Chinese was changed is stamped again, and whose English alone was
+is reported as stale. Stamps are in the metadata of cells, and at the end of a page.
+
+python -m tools.zh [--new ENGLISH] [--same PLACE] [CHINESE ...]
+python -m tools.zh --export CHINESE > FILE
+python -m tools.zh --import CHINESE < FILE
+"""
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import functools
+import hashlib
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+
+from tools.notebooks import write as write_notebook
+from tools.stages import ROOT
+from tools.stages import fail
+from tools.stages import known_files
+from tools.stages import stages
+
+CHINESE = ".zh-CN"
+TODO = "TODO "
+FRONT_PAGE = ROOT / f"README{CHINESE}.md"  # has a test of its own; no stamps
+HAN = "[\u4e00-\u9fff]"
+
+
+# ---- blocks --------------------------------------------------------------------------
+@dataclasses.dataclass
+class Block:
+    text: str
+    copied: bool  # as it is in English
+    stamp: tuple = ()  # hashes of the English text that this translates, and of this
+    cell: object = None  # of a notebook
+    end: str = ""  # the white space after it, on a page
+
+
+def hashed(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"``.+?``|`[^`\n]+`")
+TAG = re.compile(r"<!--.*?-->|</?\w[^>]*>", re.DOTALL)
+LINK = re.compile(r"(?<=\]\()[^()\s]+(?=[^()]*\))")
+STAMPS = re.compile(r"\n<!-- translated, see tools/zh.py\n(.*)-->\n\Z", re.DOTALL)
+
+
+def prose(text, code="`x`"):
+    """Return a text without fences, tags and targets of links; `code` for the code."""
+    text = TAG.sub("", CODE.sub(code, FENCE.sub("", text)))
+    return re.sub(r"\]\([^()]*\)", "]", text)
+
+
+def split(page):
+    """Return the blocks of a page's text, each with the white space after it."""
+    parts, fence = [], None
+    for line in page.splitlines(keepends=True):
+        mark = re.match(r" *(```+|~~~+)", line)
+        begins = not fence and (
+            not parts
+            or mark
+            or re.match(rf" *(?:{TODO})?(?:\||[-*] |\d+\. |#+ )", line)
+            or (parts[-1].endswith(("\n\n", "```\n")) and line.strip())
+        )
+        if mark:
+            fence = None if fence == mark[1] else fence or mark[1]
+        if begins:
+            parts.append(line)
+        else:
+            parts[-1] += line
+    texts = [part.rstrip("\n") for part in parts]
+    ends = [part[len(text) :] for part, text in zip(parts, texts, strict=True)]
+    return [
+        Block(text, not re.search(f"[a-zA-Z]{{2}}|{HAN}", prose(text)), end=end)
+        for text, end in zip(texts, ends, strict=True)
+    ]
+
+
+def read(path):
+    """Return the blocks of a notebook or a page."""
+    if path.suffix == ".ipynb":
+        found = []
+        for cell in nbformat.read(path, as_version=4).cells:
+            stamp = tuple(cell.metadata.pop("translates", "").split())
+            is_code = cell.cell_type != "markdown"
+            found.append(Block(cell.source, is_code, stamp, cell))
+        return found
+    text = path.read_text()
+    stamps = STAMPS.search(text)
+    blocks = split(text[: stamps.start()] if stamps else text)
+    if stamps:
+        lines = stamps[1].splitlines()
+        if len(lines) != len(blocks):
+            fail(f"{path}: {len(blocks)} blocks, but it had {len(lines)}: {SPLIT}")
+        for block, line in zip(blocks, lines, strict=True):
+            block.stamp = tuple(line.split())
+    return blocks
+
+
+SPLIT = "neither split nor join paragraphs, items and rows of a page"
+
+
+def write(path, blocks):
+    if path.suffix == ".ipynb":
+        cells = []
+        for block in blocks:
+            cells.append(cell := copy.deepcopy(block.cell))
+            cell.source = block.text
+            if block.stamp and not block.copied:
+                cell.metadata["translates"] = " ".join(block.stamp)
+        book = nbformat.v4.new_notebook(cells=cells)
+        write_notebook(book, path)
+    else:
+        text = "".join(block.text + block.end for block in blocks)
+        stamps = "".join(" ".join(block.stamp) + "\n" for block in blocks)
+        path.write_text(f"{text}\n<!-- translated, see tools/zh.py\n{stamps}-->\n")
+
+
+def english_of(path):
+    return path.with_name(path.name.replace(CHINESE, ""))
+
+
+def chinese_of(path):
+    return path.with_name(path.stem + CHINESE + path.suffix)
+
+
+def translations():
+    """Return the paths of the Chinese texts that have stamps, or shall get them."""
+    names = [ROOT / n for n in known_files() if f"{CHINESE}." in n]
+    texts = [path for path in names if path.suffix in (".ipynb", ".md")]
+    return [path for path in texts if path != FRONT_PAGE]
+
+
+# ---- links ---------------------------------------------------------------------------
+def slug(heading):
+    """Return the anchor that GitHub and the site give to a heading."""
+    heading = re.sub(r"\]\([^)]*\)|[`*\[]", "", heading)
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def headings(text):
+    """Return [(level, heading)] of a text, those yet to be translated, too."""
+    found = re.findall(rf"^(?:{TODO})?(#{{1,6}}) +(.+)", FENCE.sub("", text), re.M)
+    return [(len(level), words.strip()) for level, words in found]
+
+
+@functools.cache
+def anchors_when(path, _changed):
+    blocks = [block for block in read(path) if not (block.cell and block.copied)]
+    return [slug(words) for block in blocks for _, words in headings(block.text)]
+
+
+def anchors(path):
+    return anchors_when(path, path.stat().st_mtime_ns)
+
+
+def in_chinese(target, english):
+    """Return where a link of an English text leads in its translation.
+
+    A target that is Chinese already is returned as it is, if it is there.
+    """
+    name, _, anchor = target.partition("#")
+    if ":" in name:
+        return target
+    page = english_of(english.parent / name) if name else english
+    if page.suffix not in (".ipynb", ".md") or not chinese_of(page).is_file():
+        return target.replace(CHINESE, "")
+    ours = anchors(chinese_of(page))
+    if anchor not in ours and page.is_file() and anchor in (theirs := anchors(page)):
+        anchor = ours[theirs.index(anchor)] if len(ours) == len(theirs) else anchor
+    folder = name.rpartition("/")[0]
+    name = name and f"{folder}/{chinese_of(page).name}".lstrip("/")
+    return name + ("#" + anchor if anchor else "")
+
+
+def links(text):
+    return LINK.findall(CODE.sub("", FENCE.sub("", text)))
+
+
+def relinked(text, original, english):
+    """Return a Chinese text with its links as those of the English one require."""
+    text = LINK.sub(lambda match: in_chinese(match[0], english), text)
+    wanted = Counter(in_chinese(target, english) for target in links(original))
+    found = Counter(links(text))
+    for wrong in found - wanted:  # a heading there has a new name: if it is clear which
+        file = wrong.partition("#")[0]
+        right = [one for one in wanted - found if one.partition("#")[0] == file]
+        if len(right) == 1:
+            text = text.replace(f"]({wrong})", f"]({right[0]})")
+    return text
+
+
+def front_page(text):
+    """Return README's text, in either language, with links to what is translated."""
+    english = english_of(FRONT_PAGE)
+
+    def link(match):
+        own = match[0] in (english.name, FRONT_PAGE.name)
+        return match[0] if own else in_chinese(match[0], english)
+
+    return LINK.sub(link, text)
+
+
+# ---- make zh -------------------------------------------------------------------------
+def facts(text):
+    """Return what is the same in both languages, counted."""
+    targets = [re.sub("#.*", "#", one.replace(CHINESE, "")) for one in links(text)]
+    return Counter(CODE.findall(text) + numbers(text) + targets)
+
+
+def pairs(english, chinese):
+    """Return {number of an English block: that of the Chinese block for it}."""
+    if not any(block.stamp for block in chinese):  # made without this program
+        if len(english) != len(chinese):
+            fail(f"{len(chinese)} blocks for {len(english)} English ones: {SPLIT}")
+        return {n: n for n in range(len(english))}
+    theirs = [hashed(block.text) for block in english]
+    ours = [block.stamp[0] if block.stamp else hashed(block.text) for block in chinese]
+    found = {}
+    for n, of_english in enumerate(theirs):  # wherever it is now
+        if of_english in ours:
+            found[n] = ours.index(of_english)
+            ours[found[n]] = f"{of_english} found"
+    theirs = [f"{one} found" if n in found else one for n, one in enumerate(theirs)]
+    matcher = difflib.SequenceMatcher(None, theirs, ours, autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        # Changed English: of unequal numbers those that have most in common.
+        ones = [n for n in range(a, b) if not english[n].copied and n not in found]
+        others = [n for n in range(c, d) if not chinese[n].copied]
+        others = [n for n in others if n not in found.values()]
+        ones = [(n, facts(english[n].text)) for n in ones]
+        others = [(n, facts(chinese[n].text)) for n in others]
+        if len(ones) <= len(others):
+            found |= matched(ones, others)
+        else:
+            found |= {one: other for other, one in matched(others, ones).items()}
+    return found
+
+
+def matched(few, many):
+    """Return {number: that of the one with most in common}, in order, for all of few.
+
+    few, many: lists of (number, facts); the second one is as long, or longer.
+    """
+    found = {}
+    for n, (one, its_facts) in enumerate(few):
+        window = many[: len(many) - (len(few) - n - 1)]
+        common = [(its_facts & others).total() for _, others in window]
+        best = common.index(max(common))
+        found[one] = window[best][0]
+        many = many[best + 1 :]
+    return found
+
+
+def update(path, same=()):
+    """Bring a translation up to date with the English text, as far as a program can.
+
+    same: the numbers of the blocks whose Chinese is right for the changed English.
+    """
+    english_path = english_of(path)
+    english = read(english_path)
+    chinese = read(path) if path.is_file() else []
+    pair = pairs(english, chinese) if chinese else {}
+    for n in sorted({*range(len(chinese))} - {*pair.values()}):
+        if not chinese[n].copied:
+            print(f"{shown(path)}: removed: {chinese[n].text!r}", file=sys.stderr)
+    new = []
+    for n, theirs in enumerate(english):
+        ours, now = copy.copy(theirs), hashed(theirs.text)
+        new.append(ours)
+        old = chinese[pair[n]] if n in pair else None
+        if theirs.copied:
+            ours.stamp = (now, now)
+            continue
+        before, own = old.stamp if old and old.stamp else ("", "")
+        edited = old and hashed(old.text) != own
+        if not old or (is_todo(old.text) and not edited):
+            space = re.match(" *", theirs.text)[0]
+            ours.text = space + TODO + theirs.text[len(space) :]
+            ours.stamp = (now, hashed(ours.text))
+            continue
+        ours.text = old.text
+        if is_todo(old.text):
+            ours.stamp = (before, own)
+            continue
+        if edited or n in same:
+            if before not in (now, ""):
+                print(f"{shown(path)}: {n:02}: taken as right for the changed English")
+            before = now
+        ours.text = relinked(ours.text, theirs.text, english_path)
+        ours.stamp = (before, hashed(ours.text))
+    write(path, new)
+
+
+def is_todo(text):
+    return "TODO" in text
+
+
+def shown(path):
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+# ---- what is checked -----------------------------------------------------------------
+# Headings that all notebooks have.
+HEADINGS = {
+    "The idea": "思路",
+    "What changed": "改了什么",
+    "Run it": "运行",
+    "Prove it": "验证",
+    "Break it": "踩坑",
+    "Your turn": "练习",
+    "Where next": "下一步",
+    "1. Flags": "1. 命令行参数",
+    "2. Processes": "2. 进程",
+    "3. Data": "3. 数据",
+    "4. One training epoch": "4. 训练一个 epoch",
+    "5. Evaluation": "5. 评估",
+    "6. The run": "6. 主流程",
+}
+FULL = "[，。；：！？、（）“”《》]"
+TYPOGRAPHY = {
+    "no space between Chinese and Latin": (
+        rf"{HAN}[*\[]*[A-Za-z0-9`]|[A-Za-z0-9`][*\]]*{HAN}"
+    ),
+    "half-width punctuation": (
+        rf"{HAN}[*\]]*[,;:!?]|{HAN}[*\]]*\.(?=\s|$)|{HAN} ?\(|\) ?{HAN}"
+        rf"|\"[^\"\n]*{HAN}"
+    ),
+    "a space beside full-width punctuation": (
+        rf"(?<![-|.>#+*\s]) {FULL}|{FULL} +(?=[^|\s])"
+    ),
+    "two spaces": r"(?<=[^\s|])  +(?=[^\s|])",
+    "a comma in a numeral": r"\d,\d{3}(?!\d)",
+    "italics": r"(?<![*\w\\])\*(?![*\s])[^*\n]+(?<![\s*])\*(?!\*)",
+    "a line break in a paragraph": (
+        rf"(?:{HAN}|[，。；：、）])\n *(?!\d+\. )(?:{HAN}|[（“A-Za-z0-9`\[])"
+    ),
+}
+UNITS = {"thousand": 3, "million": 6, "billion": 9}
+UNITS |= {"千": 3, "万": 4, "百万": 6, "千万": 7, "亿": 8, "十亿": 9}
+
+
+def numbers(text):
+    """Return the numbers in a text's prose: `3.4 million` and `340 万` are equal."""
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", prose(text))
+    units = "|".join(sorted(UNITS, key=len, reverse=True))
+    pattern = rf"(?<![\w.])(\d+(?:\.\d+)*(?:e-?\d+)?)(?: ?({units}))?"
+    found = []
+    for number, unit in re.findall(pattern, text, re.ASCII):
+        if unit and number.count(".") < 2:
+            number = f"{float(number) * 10 ** UNITS[unit]:.12g}"
+        found.append(number)
+    return found
+
+
+def fences(text):
+    return [match[0] for match in FENCE.finditer(text)]
+
+
+def columns(text):
+    """Return how many columns each row of the tables in a text has."""
+    rows = re.findall(r"^\|.*", FENCE.sub("", text), re.MULTILINE)
+    return [len(re.split(r"(?<!\\)\|", row)) for row in rows]
+
+
+def typography(text):
+    """Return what is wrong in how a Chinese text is set: (kind, where)."""
+    text = prose(text)
+    for kind, pattern in TYPOGRAPHY.items():
+        for match in re.finditer(pattern, text):
+            around = text[max(match.start() - 8, 0) : match.end() + 8]
+            yield kind, around.replace("\n", "⏎")
+    for line in text.splitlines():
+        for bold in re.findall(r"\*\*(.+?)\*\*", line):
+            if re.search(rf"^{FULL}|(?:{FULL}|[,.;:!?])$", bold):
+                yield "punctuation inside bold", bold
+
+
+def compared(theirs, ours, english):
+    """Return what is wrong with a Chinese block, given its English one."""
+    for name, part in (
+        ("headings", lambda text: [level for level, _ in headings(text)]),
+        ("blocks of code", fences),
+        ("columns of tables", columns),
+    ):
+        if part(theirs) != part(ours):
+            yield f"{name}: {part(theirs)} in English, here {part(ours)}"
+    titles = zip(headings(theirs), headings(ours), strict=False)
+    for (_, one), (_, other) in titles:
+        if HEADINGS.get(one, other) != other:
+            yield f"the heading {other} is {HEADINGS[one]} in all texts"
+    for name, part in (("number", numbers), ("code", CODE.findall)):
+        without = FENCE.sub("", theirs), FENCE.sub("", ours)
+        missing = Counter(part(without[0])) - Counter(part(without[1]))
+        for one in missing.elements():
+            yield f"{name} missing: {one}"
+    wanted = Counter(in_chinese(target, english) for target in links(theirs))
+    found = Counter(links(ours))
+    yield from (f"link missing: {one}" for one in wanted - found)
+    yield from (f"link too many: {one}" for one in found - wanted)
+    for kind, where in typography(ours):
+        yield f"{kind}: {where}"
+    for line in prose(ours, "").splitlines():
+        if len(line) > 60 and len(re.findall(HAN, line)) < len(line) / 5:
+            yield f"English: {line[:60]}"
+
+
+def problems(path):
+    """Return what is wrong with a translation, each as a line."""
+    english, chinese = read(english_of(path)), read(path)
+    found = []
+
+    def say(text, n=None):
+        found.append(f"{shown(path)}: " + (f"{n:02}: " if n is not None else "") + text)
+
+    if len(english) != len(chinese):
+        say(f"{len(chinese)} blocks, the English has {len(english)}: type `make zh`")
+        return found
+    for n, (theirs, ours) in enumerate(zip(english, chinese, strict=True)):
+        # Of a cell that is translated: all but its text.
+        one, other = ({**(b.cell or {}), "source": ""} for b in (theirs, ours))
+        if one != other or theirs.copied and theirs.text != ours.text:
+            say("code, outputs or metadata differ: type `make zh`", n)
+        if theirs.copied:
+            continue
+        if is_todo(ours.text):
+            say("TODO", n)
+            continue
+        if not ours.stamp or ours.stamp[1] != hashed(ours.text):
+            say("the Chinese has changed: type `make zh`", n)
+        elif ours.stamp[0] != hashed(theirs.text):
+            first = " ".join(theirs.text.split())[:60]
+            say(f"stale, the English has changed: {first}", n)
+        for wrong in compared(theirs.text, ours.text, english_of(path)):
+            say(wrong, n)
+        for target in links(ours.text):
+            name, _, anchor = target.partition("#")
+            page = path.parent / name if name else path
+            known = page.suffix in (".ipynb", ".md") and page.is_file()
+            if anchor and known and anchor not in anchors(page):
+                say(f"there is no heading {target}", n)
+    for anchor, times in Counter(anchors(path)).items():
+        if times > 1 and anchors(english_of(path)).count(anchor) < times:
+            say(f"{times} headings with the anchor {anchor}")
+    return found
+
+
+# ---- as plain text -------------------------------------------------------------------
+MARK = re.compile(r"^=== (\d+) .*\n", re.MULTILINE)
+
+
+def export(path):
+    """Return a translation as plain text, below each stale block its English one."""
+    english, text = read(english_of(path)), ""
+    for n, block in enumerate(read(path)):
+        state = "is copied; leave it" if block.copied else "translate"
+        if not block.copied and not is_todo(block.text):
+            state = "is translated"
+            if block.stamp[0] != hashed(english[n].text):
+                state = f"is stale; in English:\n{english[n].text}\n=== {n:02} now"
+        text += f"=== {n:02} {state}\n{block.text}\n"
+    return text
+
+
+def import_(path, text):
+    """Put the blocks of such a text that are not copied into a translation."""
+    blocks = read(path)
+    _, *parts = MARK.split(text)
+    for number, new in zip(parts[::2], parts[1::2], strict=True):
+        if not blocks[int(number)].copied:
+            blocks[int(number)].text = new.strip("\n")
+    write(path, blocks)
+
+
+# ---- the program ---------------------------------------------------------------------
+def place(text):
+    """Return (path, number) for 03:12, or for NAME.ipynb:12, English or Chinese."""
+    name, _, number = text.rpartition(":")
+    stage = next((stage for stage in stages() if stage[:2] == name), None)
+    path = english_of(Path(f"{stage}/{stage}.ipynb" if stage else name).resolve())
+    if not number.isdigit() or not chinese_of(path).is_file():
+        fail(f"{text}: such a place is 03:12, or docs/first_aid.md:12")
+    return chinese_of(path), int(number)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--new", action="append", default=[], type=Path)
+    parser.add_argument("--same", action="append", default=[], type=place)
+    parser.add_argument("--export", type=Path)
+    parser.add_argument("--import", type=Path, dest="import_")
+    parser.add_argument("chinese", nargs="*", type=Path)
+    args = parser.parse_args()
+    if args.export:
+        update(args.export)
+        print(export(args.export), end="")
+        return
+    chosen = [path.resolve() for path in args.chinese]
+    if args.import_:
+        import_(args.import_, sys.stdin.read())
+        chosen = [args.import_.resolve()]
+    for path in map(Path.resolve, args.new):
+        if not path.is_file() or CHINESE in path.name:
+            fail(f"there is no English text {path}")
+        update(chinese_of(path))
+    paths = chosen or translations()
+    for path in paths:
+        update(path, [n for file, n in args.same if file == path])
+    for path in paths:  # the headings are known now
+        update(path)
+    if not chosen:
+        FRONT_PAGE.write_text(front_page(FRONT_PAGE.read_text()))
+    found = [problem for path in paths for problem in problems(path)]
+    print("\n".join(found) or f"{len(paths)} translations are up to date")
+    sys.exit(bool(found) and not args.new)
+
+
+if __name__ == "__main__":
+    main()
