@@ -105,8 +105,9 @@ def main():
     write(notebook(args.name, before), path)
     execute(path)
     sys.stdout.write(
-        f"{args.name} builds on {before}. Write what is marked TODO, here and in"
-        " stages.toml; then make notebooks, make pages, make check.\n"
+        f"{args.name} builds on {before}. Write what is marked TODO, there and in"
+        f" stages.toml; then make notebooks NOTEBOOKS={path.relative_to(ROOT)},"
+        " make pages, make check.\n"
     )
 
 
