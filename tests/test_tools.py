@@ -111,6 +111,19 @@ def test_propagate_leaves_the_branch_of_a_conflict_and_continues(tree, tmp_path,
     assert tree["05_e"].read_text() == resolved
 
 
+def test_propagate_starts_from_a_stage_that_its_number_names(monkeypatch):
+    started = []
+
+    def start(*words):
+        started.append(words)
+
+    monkeypatch.setattr("tools.propagate.propagate", start)
+    for stage in stages():
+        monkeypatch.setattr(sys, "argv", ["propagate.py", stage[:2]])
+        sys.modules["tools.propagate"].main()
+    assert started == [(ROOT, stage) for stage in stages()]
+
+
 def test_propagate_rewords_a_comment_whatever_stands_around_it(tree, tmp_path):
     """In 03_c, the lines above and below are different, which git calls a conflict."""
     old, new = "two = 2  # the old words", "two = 2  # the new words"

@@ -80,7 +80,8 @@ def notebook(name, before):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help=f"the folder, such as {len(stages()) + 1:02}_zero")
+    example = f"{len(stages()) + 1:02}_zero"
+    parser.add_argument("name", metavar="NAME", help=f"the folder, such as {example}")
     parser.add_argument("--from", dest="before", metavar="NN", help="builds on it")
     args = parser.parse_args()
     *_, last = stages()
