@@ -105,7 +105,7 @@ steps: $(INSTALLED)
 	$(PY) -m tools.record_steps
 
 site: $(SITE_INSTALLED)
-	@$(PY) -c 'import myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
+	@$(PY) -c 'import matplotlib, myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
 	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r docs/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
 	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto \
