@@ -90,7 +90,10 @@ def split(page):
 
 
 def read(path):
-    """Return the blocks of a notebook or a page."""
+    """Return the blocks of a notebook or a page.
+
+    Raises ValueError if a page has fewer or more than it had.
+    """
     if path.suffix == ".ipynb":
         found = []
         for cell in nbformat.read(path, as_version=4).cells:
@@ -104,7 +107,9 @@ def read(path):
     if stamps:
         lines = stamps[1].splitlines()
         if len(lines) != len(blocks):
-            fail(f"{path}: {len(blocks)} blocks, but it had {len(lines)}: {SPLIT}")
+            raise ValueError(
+                f"{path}: {len(blocks)} blocks, but it had {len(lines)}: {SPLIT}"
+            )
         for block, line in zip(blocks, lines, strict=True):
             block.stamp = tuple(line.split())
     return blocks
@@ -225,7 +230,9 @@ def pairs(english, chinese):
     """Return {number of an English block: that of the Chinese block for it}."""
     if not any(block.stamp for block in chinese):  # made without this program
         if len(english) != len(chinese):
-            fail(f"{len(chinese)} blocks for {len(english)} English ones: {SPLIT}")
+            raise ValueError(
+                f"{len(chinese)} blocks for {len(english)} English ones: {SPLIT}"
+            )
         return {n: n for n in range(len(english))}
     theirs = [hashed(block.text) for block in english]
     ours = [block.stamp[0] if block.stamp else hashed(block.text) for block in chinese]
@@ -536,4 +543,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        fail(error)
