@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +109,19 @@ def test_propagate_leaves_the_branch_of_a_conflict_and_continues(tree, tmp_path,
     tree["03_c"].write_text(resolved)
     propagate(tmp_path, "03_c")
     assert tree["05_e"].read_text() == resolved
+
+
+def test_propagate_starts_from_a_stage_that_its_number_names(monkeypatch):
+    started = []
+
+    def start(*words):
+        started.append(words)
+
+    monkeypatch.setattr("tools.propagate.propagate", start)
+    for stage in stages():
+        monkeypatch.setattr(sys, "argv", ["propagate.py", stage[:2]])
+        sys.modules["tools.propagate"].main()
+    assert started == [(ROOT, stage) for stage in stages()]
 
 
 def test_propagate_rewords_a_comment_whatever_stands_around_it(tree, tmp_path):
@@ -257,6 +271,18 @@ def test_a_python_of_ones_own_is_used_as_it_is():
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)
 def test_a_page_is_as_stages_toml_and_the_tests_say(path):
     assert path.read_text() == pages.pages()[path], "stale: type `make pages`"
+
+
+def test_the_front_pages_name_every_stage_that_does_not_build_on_the_last(monkeypatch):
+    bases = {"01_a": None, "02_b": "01_a", "03_c": "01_a", "04_d": "02_b"}
+    known = {}
+    for name, base in bases.items():
+        fields = {"name": name, "number": name[:2], "builds_on": base}
+        known[name] = SimpleNamespace(**fields)
+    monkeypatch.setattr(pages, "registry", lambda: known)
+    said = "except 03, which builds on 01, and 04, which builds on 02."
+    assert pages.builds_on(chinese=False).endswith(said)
+    assert "除 03 以 01 为基础、04 以 02 为基础外，" in pages.builds_on(chinese=True)
 
 
 def test_make_pages_draws_the_pictures_of_docs_as_they_are():

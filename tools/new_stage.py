@@ -80,7 +80,8 @@ def notebook(name, before):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help=f"the folder, such as {len(stages()) + 1:02}_zero")
+    example = f"{len(stages()) + 1:02}_zero"
+    parser.add_argument("name", metavar="NAME", help=f"the folder, such as {example}")
     parser.add_argument("--from", dest="before", metavar="NN", help="builds on it")
     args = parser.parse_args()
     *_, last = stages()
@@ -105,8 +106,9 @@ def main():
     write(notebook(args.name, before), path)
     execute(path)
     sys.stdout.write(
-        f"{args.name} builds on {before}. Write what is marked TODO, here and in"
-        " stages.toml; then make notebooks, make pages, make check.\n"
+        f"{args.name} builds on {before}. Write what is marked TODO, there and in"
+        f" stages.toml; then make notebooks NOTEBOOKS={path.relative_to(ROOT)},"
+        " make pages, make check.\n"
     )
 
 

@@ -49,9 +49,9 @@ def builds_on(chinese):
         if stage.builds_on != before.name
     ]
     if chinese:
-        but = "、".join(f"{one} 建立在 {other} 之上" for one, other in others)
-        return f"每个阶段都建立在前一阶段之上，例外：{but}。"
-    but = ", ".join(f"{one}, which builds on {other}" for one, other in others)
+        but = "、".join(f"{one} 以 {other} 为基础" for one, other in others)
+        return f"除 {but}外，每个阶段都以前一阶段为基础。"
+    but = ", and ".join(f"{one}, which builds on {other}" for one, other in others)
     return f"Each builds on the one before it, except {but}."
 
 

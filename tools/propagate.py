@@ -7,7 +7,7 @@ and continue from that stage. A comment that only changes its words replaces the
 one even where the lines around it differ. A stage without the old one has words of its
 own, and keeps them.
 
-python -m tools.propagate [STAGE]
+python -m tools.propagate [NN]
 """
 
 import difflib
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 
+from tools.diff import find
 from tools.stages import ROOT
 from tools.stages import ancestors
 from tools.stages import fail
@@ -98,10 +99,7 @@ def propagate(root, start=None):
 
 
 def main():
-    start = sys.argv[1] if sys.argv[1:] else None
-    if start not in (None, *stages()):
-        fail(f"there is no stage {start}; the stages are {' '.join(stages())}")
-    propagate(ROOT, start)
+    propagate(ROOT, find(sys.argv[1]) if sys.argv[1:] else None)
 
 
 if __name__ == "__main__":
