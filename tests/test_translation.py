@@ -313,7 +313,7 @@ $ another
 """
 
 
-def test_a_page_is_the_same_by_paragraphs_rows_and_items(tmp_path, capsys):
+def test_a_page_is_the_same_by_paragraphs_rows_and_items(tmp_path):
     english, path = tmp_path / "two.md", tmp_path / "two.zh-CN.md"
     english_notebook(tmp_path / "one.ipynb", TEXTS)
     english.write_text(PAGE)
