@@ -27,6 +27,9 @@ What it assumes:
   logits, which keeps them until the next forward pass. If they are local to a function
   that has returned, 2 bytes of each number are gone (float32: 4), as in the stages.
 
+It knows no tensor parallelism and no experts: for these, docs/what_can_be_split.md has
+the bytes.
+
 What it leaves out: memory that the allocator reserves and nobody uses, the CUDA
 context, NCCL's buffers, other processes on the GPU, batches that wait to be used, and
 what your script keeps in addition, such as an average of the weights. So compare it
