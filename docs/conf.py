@@ -305,7 +305,7 @@ def complete(app, page, _template, context, _doctree):
             title = app.builder.render_partial(app.env.titles[book[place]])["title"]
             link = app.builder.get_relative_uri(page, book[place])
             context[key] = {"link": link, "title": title}
-    folder, _, name = page.partition("/")
+    folder, _, name = page.removesuffix(zh.CHINESE).partition("/")
     if folder == "docs" and (ROOT / f"docs/_static/{name}.js").is_file():
         app.add_js_file(f"{name}.js", loading_method="defer")
     if page in DATA:

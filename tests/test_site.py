@@ -363,6 +363,21 @@ def test_symptoms_are_filtered_by_words(visit, width):
     assert 0 < page.locator("tbody tr:visible").count() < 5
 
 
+def test_symptoms_are_filtered_in_chinese(visit):
+    page = visit(SYMPTOMS.replace(".html", f"{zh.CHINESE}.html"))
+    left = page.locator("tbody tr:visible")
+    words, says = page.get_by_label("报错中的词"), page.locator("output")
+    for typed, shown in [("PEER closed", "closed by peer"), ("显存满了", "显存满了")]:
+        words.fill(typed)
+        assert 0 < left.count() < 10
+        assert all(shown in row for row in left.all_inner_texts())
+        assert f"显示 {left.count()} 行" in says.inner_text()
+    words.fill("peer closed xyzzy")
+    assert "包含 2 个" in says.inner_text()
+    words.fill("xyzzy")
+    assert says.inner_text() == "没有包含这些词的行。"
+
+
 def test_symptoms_can_be_read_without_javascript(visit):
     page = visit(SYMPTOMS, java_script_enabled=False)
     assert page.locator("tbody tr:visible").count() > 200

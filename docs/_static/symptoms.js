@@ -10,9 +10,25 @@ const texts = new Map(); // with parts of names as words of their own, too
 for (const each of [...rows, ...prose])
   texts.set(each, each.textContent + each.textContent.replace(/([a-z])([A-Z])/g, "$1 $2"));
 
+const english = {
+  label: "Words of your message",
+  all: (left) => `${left} of ${rows.length} rows`,
+  some: (left, most) =>
+    `No row has all of these words; ${left} of ${rows.length} have ${most} of them.`,
+  none: "No row has any of these words.",
+};
+const chinese = {
+  label: "报错中的词",
+  all: (left) => `共 ${rows.length} 行，显示 ${left} 行`,
+  some: (left, most) =>
+    `没有包含全部这些词的行；共 ${rows.length} 行，其中 ${left} 行包含 ${most} 个。`,
+  none: "没有包含这些词的行。",
+};
+const says = document.documentElement.lang === "zh-CN" ? chinese : english;
+
 const form = document.createElement("form");
 form.className = "filter";
-form.innerHTML = `<label for="words">Words of your message</label>
+form.innerHTML = `<label for="words">${says.label}</label>
   <input id="words" type="search" autocomplete="off" spellcheck="false"
     placeholder="closed by peer"><output for="words"></output>`;
 const [input, status] = [form.querySelector("input"), form.querySelector("output")];
@@ -33,10 +49,8 @@ function filter() {
   for (const each of intro) each.hidden = words.length > 0;
   const left = rows.filter((row) => !row.hidden).length;
   if (!words.length) status.value = "";
-  else if (!most) status.value = "No row has any of these words.";
-  else if (most < words.length)
-    status.value = `No row has all of these words; ${left} of ${rows.length} have ${most} of them.`;
-  else status.value = `${left} of ${rows.length} rows`;
+  else if (!most) status.value = says.none;
+  else status.value = most < words.length ? says.some(left, most) : says.all(left);
 }
 
 function fromAddress() {
