@@ -291,7 +291,8 @@ def lay_out(app, doctree):
         for row in list(table.findall(nodes.row))[1:]:
             for name, entry in zip(names, row, strict=True):
                 if name and len(entry):
-                    label = nodes.inline(text=f"{name}: ", classes=["column"])
+                    colon = "：" if page.endswith(".zh-CN") else ": "
+                    label = nodes.inline(text=f"{name}{colon}", classes=["column"])
                     entry[0].insert(0, label)
 
 
