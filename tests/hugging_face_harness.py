@@ -19,6 +19,15 @@ SCRIPTS = ROOT / "your_own_script/hugging_face"
 BEFORE, FSDP, LORA = (SCRIPTS / f"{name}.py" for name in ("before", "fsdp", "lora"))
 
 
+# On some CPUs, bitsandbytes prints this when peft or the Trainer imports it.
+BY_BITSANDBYTES = "Failed to load CPU gemm_4bit_forward"
+
+
+def own_lines(text):
+    """Return the lines of a text, without what bitsandbytes prints."""
+    return [line for line in text.splitlines() if BY_BITSANDBYTES not in line]
+
+
 def command(script, processes, *arguments):
     """Return the words that start a script; before.py is not launched."""
     if script.name == BEFORE.name:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests import spy
 from tests.hugging_face_harness import command
 from tests.hugging_face_harness import max_abs_diff
+from tests.hugging_face_harness import own_lines
 from tests.hugging_face_harness import pretrained
 from tests.hugging_face_harness import run
 from tests.hugging_face_harness import saved
@@ -407,5 +408,5 @@ def test_bad_input_gets_one_line(program, processes, flags, error, tmp_path):
     words = command(program, processes, ".", *flags)
     done = run(words if processes else ["python", program, "."], tmp_path, code=2)
     for rank in done.ranks or [done]:
-        assert rank.stderr == f"{program.name}: error: {error}\n"
+        assert own_lines(rank.stderr) == [f"{program.name}: error: {error}"]
     assert not list((tmp_path / "work").iterdir())

@@ -212,7 +212,7 @@ function show() {
   results.innerHTML = `<p><strong>At most ${gib(most)} GiB: ${says}.</strong> The fullest moment is
     <em>${MOMENTS[sums.indexOf(most)]}</em>; ${parameters.toLocaleString("en-US")} parameters.</p>
     ${bars.join("")}
-    <div class="wide"><table><thead><tr><th>GiB on each GPU</th>${MOMENTS.map((m) => `<th>${m}</th>`).join("")}</tr></thead>
+    <div class="wide pst-scrollable-table-container"><table><thead><tr><th>GiB on each GPU</th>${MOMENTS.map((m) => `<th>${m}</th>`).join("")}</tr></thead>
     <tbody>${rows.join("")}<tr class="together"><th>together</th>${cells(sums)}</tr></tbody></table></div>`;
 }
 
