@@ -54,10 +54,10 @@ def size(tensors):
 
 def group_of(arguments):
     """Return the ranks that take part in a collective."""
-    for each in arguments:
+    for each in reversed(arguments):
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))
-        if isinstance(each, str) and not each.isupper() and each not in ("sum", "avg"):
+        if isinstance(each, str):  # DTensor's have the name of the group at the end
             group = dist.distributed_c10d._resolve_process_group(each)
             return dist.get_process_group_ranks(group)
     return list(range(dist.get_world_size()))
@@ -131,11 +131,10 @@ class Recorder(Collectives):
 
     def holds(self):
         """Return the bytes of what this rank holds, by kind."""
-        weights = list(self.model.parameters())
         states = [
             each for state in self.optimizer.state.values() for each in state.values()
         ]
-        own, whole = list(weights), []
+        own, whole = list(self.model.parameters()), []
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 group = module._get_fsdp_state()._fsdp_param_group
