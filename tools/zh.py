@@ -332,6 +332,7 @@ HEADINGS = {
     "Break it": "踩坑",
     "Your turn": "练习",
     "Where next": "下一步",
+    "What was not run here": "哪些没有在这里运行",
     "1. Flags": "1. 命令行参数",
     "2. Processes": "2. 进程",
     "3. Data": "3. 数据",
@@ -426,7 +427,7 @@ def compared(theirs, ours, english):
     yield from (f"link too many: {one}" for one in found - wanted)
     for kind, where in typography(ours):
         yield f"{kind}: {where}"
-    for line in prose(ours, "").splitlines():
+    for line in re.sub(r"\[[^]]*\]", "", prose(ours, "")).splitlines():
         if len(line) > 60 and len(re.findall(HAN, line)) < len(line) / 5:
             yield f"English: {line[:60]}"
 
