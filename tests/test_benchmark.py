@@ -166,3 +166,17 @@ def test_what_a_step_waits_for_is_printed(several):
     found = re.findall(row, done.stdout, re.MULTILINE)
     assert [name for name, _ in found] == list(limit.KINDS)
     assert found[0][1] == "1.00"
+
+
+def test_float8_is_measured_against_bfloat16():
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    done = run("python -m benchmarks.float8 --widths 16 32 --tokens 64")
+    title, *rows = [line.split() for line in done.stdout.splitlines()]
+    assert title[:3] == ["width", "bf16", "ms"]
+    assert [row[0] for row in rows] == ["16", "32"]
+    for row in rows:
+        assert all(float(number) > 0 for number in row[1:3])
+    done = run("python -m benchmarks.float8 --widths 24", code=2)
+    assert done.stderr == (
+        "float8.py: error: float8 needs widths and tokens that are multiples of 16\n"
+    )
