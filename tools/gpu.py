@@ -321,6 +321,8 @@ def run_yours(args, report):
 
 
 WORDS = "06_slurm/demos/nccl_words.py"  # a program of mistakes
+# What recipes need that is not in requirements.txt.
+EXTRA = {"float8_fsdp": "torchao", "stateful_loader": "torchdata"}
 # The check names a node by this variable, if there is one.
 CHECK = "SLURMD_NODENAME=machine$RANK python check_cluster.py"
 PROGRAMS = (
@@ -345,6 +347,10 @@ def run_nccl(args, report):
     recipes -= {
         ROOT / f"recipes/{name}.py" for name in ("debug_one_rank", "loader_memory")
     }
+    for name, package in EXTRA.items():
+        if importlib.util.find_spec(package) is None:
+            report(f"missing: {package}, so recipes/{name}.py is not run")
+            recipes.discard(ROOT / f"recipes/{name}.py")
     kinds = re.findall(r"^def (\w+)\(\):", (ROOT / WORDS).read_text(), re.MULTILINE)
     good = [*PROGRAMS, *([str(each)] for each in sorted(recipes))]
     mistakes = [[str(ROOT / WORDS), kind] for kind in kinds]
