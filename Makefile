@@ -21,7 +21,7 @@ help:
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
-	@echo "make notebooks SHOW=1 only their listings and diffs, in a second"
+	@echo "make notebooks SHOW=1 only their listings, diffs and pictures"
 	@echo "make zh               carry changes over to the Chinese texts (NEW=..., SAME=03:12)"
 	@echo "make pages            write the lists of stages and docs/faults.md, draw docs/*.png"
 	@echo "make sizes            print how long scripts, notebooks, pages and recipes are"

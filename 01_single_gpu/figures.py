@@ -4,8 +4,10 @@ import matplotlib.pyplot as plt
 
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 def order_dealt_to_two(order):
     """Draw the first two batches of an epoch, of four samples each, and two ranks.
 
@@ -29,9 +31,9 @@ def order_dealt_to_two(order):
     names = {0: "one process", -1.8: "process 0 of 2", -3.05: "process 1 of 2"}
     for y, name in names.items():
         axis.text(-0.75, y, name, ha="right", va="center", size=15)
-    plt.show()
 
 
+@picture
 def loading_and_training(load=160, train=100):
     """Draw how batches are loaded and trained on, without workers and with two.
 
@@ -77,4 +79,19 @@ def loading_and_training(load=160, train=100):
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
     together.legend(ncols=2, frameon=False, fontsize=14, **below)
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "one process": "单进程",
+    "process {} of {}": "进程 {}（共 {} 个）",
+    "step {}: a global batch of {}": "step {}：全局 batch 为 {}",
+    "load a batch": "加载一个 batch",
+    "no workers, and each step is waited for: {} ms per batch": (
+        "没有 worker，每个 step 都要等待：每个 batch {} ms"
+    ),
+    "the process": "训练进程",
+    "train on it": "用它训练",
+    "training": "训练",
+    "two workers: {} ms per batch": "两个 worker：每个 batch {} ms",
+}

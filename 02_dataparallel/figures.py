@@ -3,8 +3,10 @@
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import COLORS
+from nbtools.drawing import picture
 
 
+@picture
 def one_process_and_four_gpus():
     """Draw one step of training with one process that feeds all GPUs."""
     both, alone, copy = COLORS["compute"], "0.2", COLORS["copies"]
@@ -36,9 +38,9 @@ def one_process_and_four_gpus():
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names]
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
     axis.legend(handles, names.values(), ncols=3, frameon=False, **below)
-    plt.show()
 
 
+@picture
 def memory_by_gpu(held):
     """Draw how many GB each GPU holds at its worst moment, as stacked bars.
 
@@ -77,4 +79,21 @@ def memory_by_gpu(held):
     axis.legend(loc="lower right", frameon=False, fontsize=14)
     axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "add up\ngradients": "梯度\n求和",
+    "all GPUs compute": "所有 GPU 都计算",
+    "copies between GPUs": "GPU 之间复制",
+    "copy model,\nsplit batch": "复制模型，\n切分 batch",
+    "gather\noutputs": "收集\n输出",
+    "only GPU 0 computes": "只有 GPU 0 计算",
+    "optimizer\nstep": "更新\n参数",
+    "scatter\ngradients": "分发\n梯度",
+    "time (not to scale)": "时间（不按比例）",
+    "Adam's state": "Adam 的状态",
+    "gradient of\nlog softmax": "log softmax\n的梯度",
+    "gradient of\nlogits": "logits\n的梯度",
+    "each other GPU": "其他每块 GPU",
+}

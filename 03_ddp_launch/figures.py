@@ -8,11 +8,13 @@ from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 # A page shows a picture of 10 inches at three quarters of its width: as 9 points.
 readable = plt.rc_context({"font.size": 12})
 
 
+@picture
 @readable
 def ddp_step_on_four_gpus(narrow=False):
     """Draw one step of DistributedDataParallel: a process per GPU, four buckets.
@@ -25,16 +27,16 @@ def ddp_step_on_four_gpus(narrow=False):
     buckets = [(4.9, 0.5), (6.1, 1.3), (8.1, 1.3), (10.1, 1.3)]  # the first is small
     for start, length in buckets:
         style = {"color": talk, "alpha": 0.25, "zorder": 0}
-        axis.add_patch(plt.Rectangle((start, -0.44), length, 3.34, **style))
+        axis.add_patch(plt.Rectangle((start, -0.33), length, 3.3, **style))
     for row in range(4):
         for start, length in ((0, 4), (4, 6), (11.6, 1.8)):
-            axis.barh(row + 0.16, length, 0.5, start, color=compute, edgecolor="white")
+            axis.barh(row + 0.2, length, 0.42, start, color=compute, edgecolor="white")
         for number, (start, length) in enumerate(buckets, start=1):
-            axis.barh(row - 0.27, length, 0.34, start, color=talk, edgecolor="white")
+            axis.barh(row - 0.18, length, 0.3, start, color=talk, edgecolor="white")
             place = {"ha": "center", "va": "center", "size": 12}
-            axis.text(start + length / 2, row - 0.27, f"{number}", **place)
+            axis.text(start + length / 2, row - 0.19, f"{number}", **place)
             if row:
-                axis.text(start + length / 2, row - 0.6, "+", weight="bold", **place)
+                axis.text(start + length / 2, row - 0.47, "+", weight="bold", **place)
     for name, _, middle in steps:
         axis.text(middle, 3.55, name, ha="center")
     for color, label in (
@@ -49,9 +51,9 @@ def ddp_step_on_four_gpus(narrow=False):
     axis.set_yticklabels(["GPU 3", "GPU 2", "GPU 1", "GPU 0"])
     axis.set_xlabel("time (drawn, not measured; not to scale)")
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
+@picture
 @readable
 def collectives():
     """Draw what three ranks hold before and after four collectives."""
@@ -75,9 +77,9 @@ def collectives():
                 place = {"ha": "right", "va": "center"}
                 axis.text(-0.35, 2 - rank, f"rank {rank}", **place)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 @readable
 def star_and_ring():
     """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
@@ -110,9 +112,9 @@ def star_and_ring():
     curves.set(xlim=(2, 16), ylim=(0, 16), xticks=(2, 4, 8, 16), yticks=(0, 2, 8, 16))
     curves.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 @readable
 def torchrun_ranks_and_gpus():
     """Draw two machines with four GPUs each: torchrun, its processes, their ranks."""
@@ -131,9 +133,9 @@ def torchrun_ranks_and_gpus():
             axis.text(x, low + 1.75, text, bbox=style, **center)
             arrow(axis, (x, low + 1.25), (x, low + 0.8))
             box(axis, x, low + 0.45, f"GPU {local_rank}", "tab:gray")
-    plt.show()
 
 
+@picture
 @readable
 def mismatched_collectives():
     """Draw the calls of two ranks, of which one makes a collective too many."""
@@ -150,9 +152,9 @@ def mismatched_collectives():
     axis.text(5, 0.4, "waits", color="tab:gray", ha="center", size=13)
     axis.text(0, 2.1, "1st call", va="center")
     axis.text(0, 0.2, "2nd call", va="center")
-    plt.show()
 
 
+@picture
 @readable
 def three_against_four_batches():
     """Draw two epochs of two ranks, with three and with four batches per epoch."""
@@ -175,9 +177,9 @@ def three_against_four_batches():
         axis.text(x, 2.3, text, color=colors[epoch], size=12, weight="bold")
     text = "averaged with a different batch"
     axis.text(6.2, -0.85, text, ha="center", color="tab:red", size=12)
-    plt.show()
 
 
+@picture
 @readable
 def running_means_of_two_ranks():
     """Draw batch norm's running mean on two ranks, over two steps under DDP."""
@@ -197,9 +199,9 @@ def running_means_of_two_ranks():
     labels = ["made", begins, "step 1\ndone", begins, "step 2\ndone"]
     axis.set_xticks(range(5), labels)
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
+@picture
 @readable
 def fails_ends_is_noticed():
     """Draw when two ranks raise, end, and are noticed by torchrun, in two runs."""
@@ -226,9 +228,9 @@ def fails_ends_is_noticed():
         axis.spines[["top", "right"]].set_visible(False)
     axes[1].set_xlabel("time (drawn, not measured); x: the rank raises")
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 @readable
 def losses_by_batch(batches, losses, small):
     """Draw the loss of each rule by the global batch, with the range over the seeds.
@@ -251,9 +253,9 @@ def losses_by_batch(batches, losses, small):
     axis.xaxis.set_minor_locator(plt.NullLocator())
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
 
 
+@picture
 @readable
 def cosine_cut_off(k=4):
     """Draw the learning rate of a run on k times as many GPUs, built in two ways."""
@@ -272,4 +274,42 @@ def cosine_cut_off(k=4):
     last.set_ha("right")  # otherwise it hangs over the edge
     axis.set_ylabel("lr / peak")
     axis.spines[["top", "right"]].set_visible(False)
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "a bucket of gradients: added up over all GPUs": "一个梯度桶：在所有 GPU 上求和",
+    "each GPU computes": "各 GPU 计算",
+    "forward, loss": "前向、loss",
+    "before": "之前",
+    "broadcast": "广播 broadcast",
+    "a ring": "环",
+    "all through rank 0": "都经过 rank 0",
+    "by each rank of\na ring: {}": "环中的每个 rank：\n{}",
+    "by rank 0:\n{}": "rank 0：\n{}",
+    "copies of gradients sent": "发送的梯度份数",
+    "processes n": "进程数 n",
+    "1st call": "第 1 次",
+    "2nd call": "第 2 次",
+    "has no second call": "没有第 2 次调用",
+    "averaged with a different batch": "与另一个 batch 求平均",
+    "nobody": "没有 rank",
+    "DDP copies\nrank 0's": "DDP 复制\nrank 0 的值",
+    "forward\nbegins": "前向\n开始",
+    "made": "创建",
+    "running mean": "滑动均值",
+    "step {}\ndone": "step {}\n结束",
+    "connection error": "连接错误",
+    "ended by torchrun": "由 torchrun 结束",
+    "ends: torchrun notices it first": "退出：torchrun 先发现它",
+    "rank {} takes longest to end": "rank {} 退出得最慢",
+    "time (drawn, not measured); x: the rank raises": (
+        "时间（示意，不是测量结果）；x：这个 rank 抛出异常"
+    ),
+    "global batch": "全局 batch",
+    "training loss, sixth epoch": "训练 loss，第 6 个 epoch",
+    "built for len(train_loader) steps": "按 len(train_loader) 个 step 构建",
+    "built for the old number of steps": "按原来的 step 数构建",
+    "last step, on {} GPUs": "最后一个 step，{} 块 GPU",
+    "lr / peak": "lr / 峰值",
+}

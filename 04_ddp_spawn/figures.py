@@ -1,12 +1,12 @@
 """The pictures in this stage's notebooks. Only given numbers are measured."""
 
-import matplotlib.pyplot as plt
-
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 def a_parent_and_its_children():
     """Draw a parent that spawns two processes, which meet through a file."""
     axis = canvas(2.6, (-2, 9), (-0.7, 2.7))
@@ -21,4 +21,14 @@ def a_parent_and_its_children():
     axis.text(2.3, 1, "spawn", **style)
     axis.text(3.3, 1, "all-reduce,\nevery step", color="tab:green", **style)
     axis.text(5.2, 1, "rendezvous,\nonce", color="tab:orange", **style)
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "a file in a new\ntemporary folder": "新建的临时目录\n中的一个文件",
+    "all-reduce,\nevery step": "all-reduce，\n每个 step",
+    "parent: python train.py\nparses flags, waits": (
+        "父进程：python train.py\n解析命令行参数，等待"
+    ),
+    "rendezvous,\nonce": "会合，\n一次",
+}

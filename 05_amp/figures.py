@@ -9,8 +9,10 @@ import torch
 from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 def number_formats():
     """Draw the bits of four number formats, and the magnitudes that each can hold."""
     formats = {  # bits of exponent and fraction, smallest number, text
@@ -48,9 +50,9 @@ def number_formats():
         axis.invert_yaxis()
         axis.spines[["top", "right", "left"]].set_visible(False)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 def a_mixed_precision_step(scaled=False):
     """Draw the types in one step in bfloat16, or with `scaled` in float16."""
     full, half = 1.9, 0  # the height of the two rows
@@ -84,16 +86,26 @@ def a_mixed_precision_step(scaled=False):
             ends = 0.45 if row > below else -0.45
             arrow(axis, (x + 0.2, row - ends), (end - 0.2, below + ends))
     axis.text(0.62, 0.88, "copies", size=12, weight="bold")
-    plt.show()
 
 
 def gradient_magnitudes(gradient):
     """Plot the magnitudes of a tensor's numbers, as they are and times 2^16."""
     sizes = gradient.flatten().abs().log2()
+    counts = [(sizes + shift).histc(80, -50, 10).tolist() for shift in (0, 16)]
+    histograms_of_magnitudes(*counts)
+
+
+@picture
+def histograms_of_magnitudes(before, after):
+    """Plot how many numbers have which log2, in 80 steps from -50 to 10."""
+    edges = [-50 + 0.75 * n for n in range(80)]
     _, axis = plt.subplots(figsize=(10, 3))
-    for shift, label, alpha in ((0, "gradient", 0.35), (16, "times 2^16", 0.8)):
+    for counts, label, alpha in (
+        (before, "gradient", 0.35),
+        (after, "times 2^16", 0.8),
+    ):
         style = {"color": COLORS["gradients"], "alpha": alpha, "label": label}
-        axis.hist(sizes + shift, bins=80, range=(-50, 10), **style)
+        axis.hist(edges, weights=counts, bins=80, range=(-50, 10), **style)
     axis.axvspan(-25, -14, color="tab:red", alpha=0.1)
     axis.axvspan(-50, -25, color="tab:red", alpha=0.25)
     top = axis.get_ylim()[1]
@@ -104,9 +116,9 @@ def gradient_magnitudes(gradient):
     axis.tick_params(axis="x", labelsize=12)
     axis.legend(loc="upper right", fontsize=12)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 def loss_scales(scales):
     """Plot the loss scale of each step; a cross is where the next one is smaller."""
     skipped = [n for n, after in enumerate(scales[1:]) if after < scales[n]]
@@ -120,9 +132,9 @@ def loss_scales(scales):
     axis.tick_params(labelsize=12)
     axis.legend(fontsize=12)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 def memory_in_two_precisions(networks):
     """Plot what a training step of some networks needs, without autocast and with it.
 
@@ -153,4 +165,29 @@ def memory_in_two_precisions(networks):
     axes[1].barh(0, 0, color="0.5", ec="white", hatch="//", label="autocast")
     axes[1].legend(loc="lower right", fontsize=12)
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "{}e{} to {}": "{}e{} 到 {}",
+    "exponent": "指数",
+    "fraction": "尾数",
+    "sign": "符号",
+    "one box per bit": "一格是一位",
+    "only inside products": "只用在乘法内部",
+    "powers of ten (pale: fewer digits)": "10 的幂（浅色：有效位数更少）",
+    "16 bits": "16 位",
+    "all-reduce\nto .grad": "all-reduce\n到 .grad",
+    "× scale": "× 因子",
+    "÷ scale": "÷ 因子",
+    "becomes zero in float16": "在 float16 中变成 0",
+    "gradient": "梯度",
+    "log2 of the magnitude": "绝对值的 log2",
+    "loses digits": "损失有效位数",
+    "times 2^16": "乘以 2^16",
+    "loss scale": "缩放因子",
+    "overflow: step skipped": "上溢：跳过这个 step",
+    "% of the sum in float32": "占 float32 总和的 %",
+    "convolutions, batch of {}": "卷积，batch 为 {}",
+    "wide layers, batch of {}": "宽的层，batch 为 {}",
+}

@@ -5,8 +5,10 @@ import matplotlib.pyplot as plt
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def allocation_step_task():
     """Draw a Slurm job on two nodes, with the tasks of one step, ranks and GPUs."""
@@ -32,9 +34,9 @@ def allocation_step_task():
     frame(0.5, 0.3, 9, 1.9, "job step: what one srun starts", "navy", **step)
     box(axis, 3.2, 3, "batch script: srun ...", "tab:orange")
     arrow(axis, (3.2, 2.72), (3.2, 2.2))
-    plt.show()
 
 
+@picture
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def three_meetings():
     """Draw how two torchruns and their ranks find each other on two machines."""
@@ -62,9 +64,9 @@ def three_meetings():
         arrow(axis, start, end, style=style)
         above = 0.7 if "\n" in text else 0.4
         axis.text(11.5, (start[1] + end[1]) / 2 + above, text, **center)
-    plt.show()
 
 
+@picture
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def lines_of_a_job_file():
     """Draw which line of a job file runs where, and SLURM_PROCID in each place."""
@@ -93,9 +95,9 @@ def lines_of_a_job_file():
     arrow(axis, (2.8, 2.9), (3.4, 2.9))
     arrow(axis, (4.5, 2.9), (5.1, 2.9))
     arrow(axis, (9, 2.4), (10.3, 2.4))
-    plt.show()
 
 
+@picture
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def when_a_run_hangs():
     """Draw the questions to ask about a run that hangs, and where each answer leads."""
@@ -127,9 +129,9 @@ def when_a_run_hangs():
         if question is not questions[-1][0]:
             arrow(axis, (2.7, y - 0.55), (2.7, y - 1.4))
             axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
-    plt.show()
 
 
+@picture
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def a_rank_that_does_not_come():
     """Draw two ranks, one of which does not come to the all-reduce of step 4."""
@@ -153,4 +155,51 @@ def a_rank_that_does_not_come():
     arrow(axis, (9.3, 1.05), (9.5, 0.35), "tab:red")
     axis.text(9.6, 0, "killed by srun,\nwithout an error", ha="left", va="center")
     axis.text(4.5, -0.85, "time (drawn, not measured)", **style)
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "batch script: srun ...": "批处理脚本：srun ...",
+    "job step: what one srun starts": "作业步：一次 srun 启动的任务",
+    "job: cores, memory and GPUs on two nodes, until it ends": (
+        "作业：两个节点上的 CPU 核、内存和 GPU，直到作业结束"
+    ),
+    "task, rank {}\n{}\n{}": "任务，rank {}\n{}\n{}",
+    "1  the torchruns meet": "1  两个 torchrun 会合",
+    "2  the ranks meet": "2  各 rank 会合",
+    "3  each rank connects\nto the others": "3  每个 rank 与\n其他 rank 建立连接",
+    "ranks\n0 and 1": "rank\n0 和 1",
+    "\nranks\n2 and 3\n": "\nrank\n2 和 3\n",
+    "opens": "监听",
+    "SLURM_PROCID\nis not set": "没有设置\nSLURM_PROCID",
+    "SLURM_PROCID\nis {}": "SLURM_PROCID\n是 {}",
+    "batch script:\nonce, on node1": "批处理脚本：\n只在 node1 上运行一次",
+    "login node": "登录节点",
+    "queue": "队列",
+    "reads the lines\nwith #SBATCH": "读取以 #SBATCH\n开头的行",
+    "tasks:\non both nodes": "任务：\n在两个节点上",
+    "the network, or the links\nbetween a node's GPUs": (
+        "网络，或者同一节点的\nGPU 之间的连接"
+    ),
+    "1. Does the first step end?": "1. 第一个 step 结束了吗？",
+    "2. Do all ranks wait: in a collective,\nor after it for the GPU (NCCL)?": (
+        "2. 所有 rank 都在等待吗：在集合通信中，\n或在集合通信之后等 GPU（NCCL）？"
+    ),
+    "3. Have all ranks made\nthe same calls?": "3. 所有 rank 的调用\n都相同吗？",
+    "4. Does the smoke test run\non these nodes?": (
+        "4. 在这些节点上\n能运行冒烟测试吗？"
+    ),
+    "a branch that\nnot all ranks take": "不是所有 rank\n都进入的分支",
+    "look at the rank that does not:\nit keeps the others waiting": (
+        "看没有在等待的那个 rank：\n其他 rank 都在等它"
+    ),
+    "no": "否",
+    "yes": "是",
+    "the ranks do not find each other:\naddress, port; with NCCL also 4": (
+        "各 rank 找不到对方：\n查地址、端口；用 NCCL 时再看第 4 步"
+    ),
+    "killed by srun,\nwithout an error": "被 srun kill，\n没有报错",
+    "reads from the file server": "从文件服务器读取",
+    "timeout:\nRuntimeError": "超时：\nRuntimeError",
+    "waits in the all-reduce of step {}": "在第 {} 个 step 的 all-reduce 中等待",
+}

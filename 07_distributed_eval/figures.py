@@ -5,8 +5,10 @@ import matplotlib.pyplot as plt
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 @plt.rc_context({"font.size": 12})
 def counts_of_two_shards():
     """Draw eleven images on two ranks, and two ways to get one accuracy from them."""
@@ -32,4 +34,13 @@ def counts_of_two_shards():
             box(axis, left + 0.7, y, text, "0.85")
             arrow(axis, (left + 1.6, y), (left + 2.5, -2.15), color)
         axis.text(left + 2.7, -2.15, result, va="center", weight="bold", size=13)
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "{} of {} are right": "{1} 张中 {0} 张正确",
+    "{} of {}: {} %": "{}/{}：{}%",
+    "{} of {}": "{}/{}",
+    "add up the counts, then divide": "先把计数相加，再相除",
+    "divide, then average: wrong": "先相除，再求平均：错误",
+}

@@ -3,9 +3,11 @@
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import COLORS
+from nbtools.drawing import picture
 from nbtools.drawing import stretch
 
 
+@picture
 def one_step_of_micro_batches():
     """Draw one optimizer step of four micro-batches, without no_sync and with it."""
     _, axes = plt.subplots(2, 1, figsize=(7.5, 3.4), sharex=True)
@@ -32,4 +34,12 @@ def one_step_of_micro_batches():
         axis.spines[["top", "right"]].set_visible(False)
     axes[1].set_xlabel("time (drawn, not measured; not to scale)")
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "each rank": "每个 rank",
+    "network": "网络",
+    "with no_sync: 1 all-reduce": "有 no_sync：1 次 all-reduce",
+    "without no_sync: 4 all-reduces": "没有 no_sync：4 次 all-reduce",
+}

@@ -5,8 +5,10 @@ import matplotlib.pyplot as plt
 from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 def killed_and_started_again():
     """Draw to scale the steps of a run that is killed, and of the one that resumes."""
     axis = canvas(2.4, (-11, 66), (-1.0, 1.9))
@@ -23,9 +25,9 @@ def killed_and_started_again():
     arrow(axis, (30, 1.1), (30, 0.15), "tab:green")
     axis.text(29.5, 0.65, "resumes here", color="tab:green", ha="right", va="center")
     axis.text(30.5, -0.55, "steps 31 to 36: taken twice", color="tab:orange")
-    plt.show()
 
 
+@picture
 def what_a_checkpoint_forgets(rates, without_scheduler, off):
     """Plot measured runs that were resumed from checkpoints that lack something.
 
@@ -47,9 +49,9 @@ def what_a_checkpoint_forgets(rates, without_scheduler, off):
     bottom.set(xlabel="step", title="largest difference of a weight")
     bottom.set(xlim=(50, 200), ylim=(-2e-5, 1))
     bottom.legend(title="forgets", loc="lower right", bbox_to_anchor=(1, 0.06))
-    plt.show()
 
 
+@picture
 def a_machine_leaves_and_comes_back():
     """Draw two launchers and their ranks: one machine dies, and later joins again."""
     axis = canvas(4.6, (-2.2, 20.6), (-1.5, 5.6))
@@ -102,9 +104,9 @@ def a_machine_leaves_and_comes_back():
     axis.plot(4, -0.7, "o", color="tab:green", ms=11)
     axis.text(4.4, -0.7, "checkpoint", va="center")
     axis.text(20.4, -0.7, "time (drawn, not measured)", ha="right", va="center")
-    plt.show()
 
 
+@picture
 def two_layouts_of_buckets():
     """Draw where DDP puts a gradient before and after it has arranged its buckets."""
     axis = canvas(4.1, (-2.6, 12.2), (-1.3, 4.4))
@@ -142,4 +144,41 @@ def two_layouts_of_buckets():
             x += 0.5
     arrow(axis, (0, -0.75), (12.1, -0.75), "tab:gray")
     axis.text(6, -1.05, "place in the buffer (not to scale)", fontsize=11, **style)
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "checkpoint, step {}": "检查点，第 {} 个 step",
+    "first run": "第一次运行",
+    "second run": "第二次运行",
+    "killed in step {}": "第 {} 个 step 期间被 kill",
+    "resumes here": "从这里恢复",
+    "steps {} to {}: taken twice": "第 {} 到 {} 个 step：执行了两次",
+    "forgets": "缺少",
+    "scheduler": "学习率调度器",
+    "momentum": "动量",
+    "position": "位置",
+    "random state": "随机数状态",
+    "nothing": "不缺少",
+    "largest difference of a weight": "权重的最大差",
+    "no weight starts farther from 0": "所有权重的初始值离 0 不超过这条线",
+    "not interrupted": "没有中断",
+    "resumed without the scheduler": "恢复时缺少学习率调度器",
+    "3 heartbeats\nof B missed": "B 缺了\n3 次心跳",
+    "{}: launcher": "{}：启动器",
+    "{}: rank": "{}：rank",
+    "B is back": "B 回来",
+    "B is killed": "B 被 kill",
+    "heartbeat": "心跳",
+    "one rank,\nfrom step {}": "一个 rank，\n从第 {} 个 step 起",
+    "two ranks,\nfrom step {}": "两个 rank，\n从第 {} 个 step 起",
+    "two ranks": "两个 rank",
+    "first bucket": "第一个桶",
+    "second bucket": "第二个桶",
+    "one bucket": "一个桶",
+    "first layer": "第一层",
+    "middle layer": "中间层",
+    "last layer": "最后一层",
+    "later steps": "之后的 step",
+    "place in the buffer (not to scale)": "在缓冲区中的位置（不按比例）",
+}

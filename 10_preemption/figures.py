@@ -1,12 +1,12 @@
 """The pictures in this stage's notebooks. Only given numbers are measured."""
 
-import matplotlib.pyplot as plt
-
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 
+@picture
 def asked_after_a_step():
     """Draw two ranks of which one gets a signal: each alone, and asking each other."""
     axis = canvas(5.4, (-1.5, 10.6), (-0.9, 6.6))
@@ -30,9 +30,9 @@ def asked_after_a_step():
     axis.text(7.5, 0.7, text, va="center", color=signal)
     for text in axis.texts:
         text.set_size(13)
-    plt.show()
 
 
+@picture
 def from_the_signal_to_the_next_start():
     """Draw what happens in a job before its time limit, and in a preempted one."""
     axis = canvas(5.8, (-1.9, 11.9), (-0.8, 6.6))
@@ -72,24 +72,11 @@ def from_the_signal_to_the_next_start():
     axis.text(5, 2.1, text, color="gray", ha="center")
     for text in axis.texts:
         text.set_size(12.5)
-    plt.show()
 
 
 def who_gets_sigterm():
     """Draw the processes of a job, and which of them SIGTERM reaches, two plugins."""
-    slurm, torchrun, nobody = "tab:red", "tab:orange", "tab:gray"
-    both = "tab:purple"
-    names = {
-        slurm: "from Slurm",
-        torchrun: "from torchrun",
-        both: "from both",
-        nobody: "no SIGTERM",
-    }
-    chains = {
-        "batch step": ["batch\nscript", "srun"],
-        "job step,\nby srun": ["rank", "loader\nworker"],
-        "job step,\nby torchrun": ["torchrun", "rank", "loader\nworker"],
-    }
+    slurm, torchrun, both, nobody = SENDERS
     reached = {
         "proctrack/cgroup": [
             [slurm, nobody],
@@ -98,23 +85,75 @@ def who_gets_sigterm():
         ],
         "proctrack/linuxproc": [2 * [slurm], 2 * [slurm], [slurm, both, both]],
     }
-    for plugin, colors in reached.items():
-        axis = canvas(4.2, (-2.6, 9.6), (-1.4, 3.6))
-        axis.text(-2.5, 3.3, plugin, size=15, weight="bold")
-        for row, (step, chain) in enumerate(chains.items()):
-            y = 2.3 - 1.25 * row
-            axis.text(-2.5, y, step, size=12, va="center")
-            row_of_colors = zip(
-                ["slurmstepd", *chain], ["white", *colors[row]], strict=True
-            )
-            for n, (name, color) in enumerate(row_of_colors):
-                style = {"boxstyle": "round,pad=0.5", "facecolor": color, "alpha": 0.45}
-                where = {"ha": "center", "va": "center", "size": 14}
-                axis.text(0.6 + 2.7 * n, y, name, bbox=style, **where)
-                if n:
-                    arrow(axis, (2.7 * n - 1, y), (2.7 * n - 0.2, y))
-        used = [color for color in names if any(color in row for row in colors)]
-        for n, color in enumerate(used):
-            axis.plot(3 * n, -1.1, "s", color=color, alpha=0.45, ms=16)
-            axis.text(3 * n + 0.25, -1.1, names[color], size=13, va="center")
-        plt.show()
+    for plugin, senders in reached.items():
+        sigterm_by_plugin(plugin, senders)
+
+
+SENDERS = {
+    "from Slurm": "tab:red",
+    "from torchrun": "tab:orange",
+    "from both": "tab:purple",
+    "no SIGTERM": "tab:gray",
+}
+
+
+@picture
+def sigterm_by_plugin(plugin, senders):
+    """Draw the processes of a job, each in the color of who sends it SIGTERM."""
+    chains = {
+        "batch step": ["batch\nscript", "srun"],
+        "job step,\nby srun": ["rank", "loader\nworker"],
+        "job step,\nby torchrun": ["torchrun", "rank", "loader\nworker"],
+    }
+    axis = canvas(4.2, (-2.6, 9.6), (-1.4, 3.6))
+    axis.text(-2.5, 3.3, plugin, size=15, weight="bold")
+    for row, (step, chain) in enumerate(chains.items()):
+        y = 2.3 - 1.25 * row
+        axis.text(-2.5, y, step, size=12, va="center")
+        colors = ["white", *(SENDERS[sender] for sender in senders[row])]
+        for n, (name, color) in enumerate(
+            zip(["slurmstepd", *chain], colors, strict=True)
+        ):
+            style = {"boxstyle": "round,pad=0.5", "facecolor": color, "alpha": 0.45}
+            where = {"ha": "center", "va": "center", "size": 14}
+            axis.text(0.6 + 2.7 * n, y, name, bbox=style, **where)
+            if n:
+                arrow(axis, (2.7 * n - 1, y), (2.7 * n - 0.2, y))
+    used = [each for each in SENDERS if any(each in row for row in senders)]
+    for n, sender in enumerate(used):
+        axis.plot(3 * n, -1.1, "s", color=SENDERS[sender], alpha=0.45, ms=16)
+        axis.text(3 * n + 0.25, -1.1, sender, size=13, va="center")
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "its gradients wait for rank 1's": "梯度等待 rank 1 的梯度",
+    "all-reduce: 0 + 1 signals,\nso both stop here": (
+        "all-reduce：0 + 1 个信号，\n所以两个 rank 都在这里停下"
+    ),
+    "each rank looks at its own signals": "每个 rank 只看自己收到的信号",
+    "save": "保存",
+    "stops": "停止",
+    "they ask": "互相询问",
+    "wait": "等待",
+    "waits for the checkpoint": "等待检查点写完",
+    "after KillWait, SIGKILL to what is left": (
+        "KillWait 之后，向剩下的进程发送 SIGKILL"
+    ),
+    "all ranks agree": "所有 rank 达成一致",
+    "batch script": "批处理脚本",
+    "batch\nscript": "批处理\n脚本",
+    "exit 143": "退出码 143",
+    "ranks": "各 rank",
+    "requeue": "重新排队",
+    "resumed from\nstep {}": "从第 {} 个 step\n恢复",
+    "the job is preempted": "作业被抢占",
+    "the time limit is near": "快到时间限制",
+    "waits until srun has ended": "等到 srun 结束",
+    "batch step": "批处理作业步",
+    "job step,\nby {}": "作业步：\n{}",
+    "loader\nworker": "数据加载\nworker",
+    "from both": "来自两者",
+    "from {}": "来自 {}",
+    "no SIGTERM": "没有 SIGTERM",
+}

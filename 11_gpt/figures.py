@@ -3,8 +3,10 @@
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import arrow
+from nbtools.drawing import picture
 
 
+@picture
 def a_window_and_its_targets():
     """Draw a window of a text, its targets, and which bytes each position may see."""
     window = "Each rank"
@@ -42,4 +44,13 @@ def a_window_and_its_targets():
     right.set(xlim=(-1.8, length + 0.2), ylim=(-0.2, length + 2.2), aspect="equal")
     right.axis("off")
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "8 predictions in one window": "一个窗口中的 8 个预测",
+    "an input": "一个输入",
+    "inputs": "输入",
+    "sees these inputs": "能看到这些输入",
+    "targets": "目标",
+}

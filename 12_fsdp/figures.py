@@ -3,9 +3,11 @@
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import COLORS
+from nbtools.drawing import picture
 from nbtools.drawing import stretch
 
 
+@picture
 def a_step_of_fsdp():
     """Draw a step of FSDP with three blocks: what overlaps, and what is whole when."""
     forward, backward, gather, reduce = 1.5, 2.4, 1.2, 1.4
@@ -67,9 +69,9 @@ def a_step_of_fsdp():
     for axis in (time, held):
         axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-    plt.show()
 
 
+@picture
 def weights_that_changed(rates, columns, predicted):
     """Draw which share of the weights has changed, by learning rate.
 
@@ -95,4 +97,16 @@ def weights_that_changed(rates, columns, predicted):
     axis.legend(ncols=2, frameon=False, fontsize=12, **above)
     axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "+ root": "+ 根",
+    "root": "根",
+    "compute": "计算",
+    "whole gradients": "完整的梯度",
+    "whole weights": "完整的权重",
+    "% of the weights changed": "变化了的权重占的 %",
+    "bfloat16, predicted": "bfloat16，预测",
+    "bfloat16 with the policy": "bfloat16，用混合精度策略",
+}

@@ -6,9 +6,11 @@ from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 from nbtools.drawing import stretch
 
 
+@picture
 def shards_written_and_read():
     """Draw how two ranks write a checkpoint, and how three ranks read it."""
     axis = canvas(4.4, (-1, 11.2), (-0.9, 4.1))
@@ -37,9 +39,9 @@ def shards_written_and_read():
         arrow(axis, (8.15, start), (9.25, end))
     axis.text(0.7, -0.8, "saved by 2 ranks", ha="center", size=13)
     axis.text(9.7, -0.8, "loaded by 3 ranks", ha="center", size=13)
-    plt.show()
 
 
+@picture
 def a_save_that_blocks_and_one_that_does_not():
     """Draw a few steps around a checkpoint, saved by dcp.save and by dcp.async_save."""
     _, axes = plt.subplots(2, 1, figsize=(10, 4.4), sharex=True)
@@ -65,4 +67,17 @@ def a_save_that_blocks_and_one_that_does_not():
         axis.spines[["top", "right"]].set_visible(False)
     axes[1].set_xlabel("time (drawn, not measured)", size=12)
     plt.tight_layout()
-    plt.show()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "{}\nrows {}": "{}\n第 {} 行",
+    "saved by {} ranks": "由 {} 个 rank 保存",
+    "loaded by {} ranks": "由 {} 个 rank 加载",
+    "rename": "改名",
+    "copy": "复制",
+    "thread": "线程",
+    "training stands still": "训练停住",
+    "training": "训练",
+    "write": "写入",
+}

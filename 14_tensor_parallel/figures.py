@@ -5,6 +5,7 @@ import matplotlib.pyplot as plt
 from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
+from nbtools.drawing import picture
 
 OTHERS = "0.92"  # what another rank has
 
@@ -69,6 +70,7 @@ def two_products(axis, top, names, color, heading):
     axis.text(23.2, top - 0.6, "all-reduce", ha="center", va="center", size=11)
 
 
+@picture
 def two_products_on_two_ranks():
     """Draw a pair of layers on two ranks, forward and backward."""
     axis = canvas(7, (-2.5, 27.5), (-1.2, 17.4))
@@ -77,7 +79,6 @@ def two_products_on_two_ranks():
     names = ("dy", "B{}ᵀ", ("dh{}", "da{}"), "A{}ᵀ", "dx", "GELU'")
     heading = "backward, for the gradient dx of x"
     two_products(axis, 7.4, names, COLORS["gradients"], heading)
-    plt.show()
 
 
 def rows_of_qkv(axis, left, top, parts, heading, verdict):
@@ -100,6 +101,7 @@ def rows_of_qkv(axis, left, top, parts, heading, verdict):
         axis.text(left + 3.4, y, f"rank {rank}:\n{text}", va="center", size=11)
 
 
+@picture
 def attention_on_two_ranks():
     """Draw attention split by heads, and how the rows of `qkv` have to be ordered."""
     axis = canvas(8, (-1.8, 26), (-0.4, 18.2))
@@ -148,9 +150,9 @@ def attention_on_two_ranks():
     heading = "all q, then all k, then all v"
     right = ("all q, and\nk of two heads", "k of two heads,\nand all v: no error")
     rows_of_qkv(axis, 13, 7, by_kind, heading, right)
-    plt.show()
 
 
+@picture
 def a_mesh_of_ranks(rows=4, columns=2, machines=2):
     """Draw ranks as a grid of groups, and which of them are on one machine."""
     axis = canvas(4.2, (-3.1, 3 * columns + 4.1), (-1, rows + 1.3))
@@ -186,4 +188,95 @@ def a_mesh_of_ranks(rows=4, columns=2, machines=2):
     arrow(axis, (right + 0.6, 0.1), (right + 0.6, rows + 0.3), style="<->")
     text = '"dp": weights and\ngradients (FSDP),\nacross machines'
     axis.text(right + 0.9, rows / 2 + 0.2, text, va="center", size=11)
-    plt.show()
+
+
+@picture
+def passes_of_schedules(schedules):
+    """Draw when the passes of each schedule begin and end, and what process 0 holds.
+
+    schedules: {name: (of each process (pass, begin, end), bubble, (slot, held) ...)}
+    """
+    passes = [of_ranks for of_ranks, _, _ in schedules.values()]
+    length = max(row[-1][2] for of_ranks in passes for row in of_ranks)
+    of_passes = {"F": "tab:green", "B": "tab:orange"}  # as activations, and gradients
+    _, axes = plt.subplots(
+        len(schedules) + 1,
+        figsize=(11, 9.4),
+        sharex=True,
+        height_ratios=[*map(len, passes), 3.5],
+    )
+    for axis, (name, (of_ranks, bubble, _)) in zip(
+        axes, schedules.items(), strict=False
+    ):
+        end = max(row[-1][2] for row in of_ranks)
+        idle = {"facecolor": "white", "edgecolor": "0.75", "hatch": "///", "lw": 0}
+        axis.add_patch(plt.Rectangle((0, 0), end, len(of_ranks), **idle))
+        for rank, row in enumerate(of_ranks):
+            for each, begin, stop in row:
+                place = ((begin, rank), stop - begin, 1)
+                alpha = 0.35 if each[0].isupper() else 0.75
+                axis.add_patch(plt.Rectangle(*place, facecolor="white"))
+                style = {"facecolor": of_passes[each[0].upper()], "alpha": alpha}
+                axis.add_patch(plt.Rectangle(*place, edgecolor="0.3", lw=0.6, **style))
+                middle = (begin + stop) / 2, rank + 0.5
+                axis.text(*middle, each[1:], ha="center", va="center", size=10)
+        numbers = [f"process {rank}" for rank in range(len(of_ranks))]
+        axis.set_yticks([rank + 0.5 for rank in range(len(of_ranks))], numbers, size=11)
+        axis.set(xlim=(0, length), ylim=(len(of_ranks), 0), xticks=[])
+        title = f"{name}: bubble {bubble}"
+        axis.set_title(title, loc="left", weight="bold", size=12)
+    lines = ("black", "tab:gray", "tab:red")
+    for (name, (_, _, held)), color in zip(schedules.items(), lines, strict=True):
+        style = {"where": "post", "color": color, "lw": 2}
+        axes[-1].step(*zip(*held, strict=True), label=name, **style)
+    title = "micro-batches in flight on process 0"
+    axes[-1].set_title(title, loc="left", weight="bold", size=12)
+    axes[-1].set(ylim=(0, None))
+    axes[-1].set_xlabel("time", size=11)
+    axes[-1].tick_params(axis="y", labelsize=11)
+    axes[-1].legend(frameon=False, loc="upper right", fontsize=11)
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["F"], alpha=0.35),
+        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["B"], alpha=0.35),
+        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["F"], alpha=0.75),
+        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["B"], alpha=0.75),
+        plt.Rectangle((0, 0), 1, 1, **idle),
+    ]
+    kinds = ["forward", "backward", "forward, second part", "backward, second part"]
+    style = {"frameon": False, "fontsize": 11, "ncols": 5, "loc": "lower center"}
+    axes[0].legend(handles, [*kinds, "waits"], bbox_to_anchor=(0.5, 1.15), **style)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    plt.tight_layout()
+
+
+# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
+CHINESE = {
+    "backward, for the gradient dx of x": "反向，求 x 的梯度 dx",
+    "forward: {}": "前向：{}",
+    "partial\nsums": "部分和",
+    "all q, then all k, then all v": "先是全部 q，然后全部 k，然后全部 v",
+    "attention": "注意力",
+    "attention, with four heads: 1 to 4": "注意力，有四个头：1 到 4",
+    "{} of head {}": "头 {1} 的 {0}",
+    "{}:\ncolumns of\n{} and {}": "{}：\n头 {} 和 {}\n的列",
+    "{}:\nrows of\n{} and {}": "{}：\n头 {} 和 {}\n的行",
+    "rank 0:\nall q, and\nk of two heads": "rank 0：\n全部 q，\n和两个头的 k",
+    "rank 1:\nk of two heads,\nand all v: no error": (
+        "rank 1：\n两个头的 k，\n和全部 v：不报错"
+    ),
+    "rank {}:\nwhole heads": "rank {}：\n完整的头",
+    "rows of qkv, head by head": "qkv 的行，按头排列",
+    '"dp": weights and\ngradients (FSDP),\nacross machines': (
+        "“dp”：权重和\n梯度（FSDP），\n跨机器"
+    ),
+    '"tp": activations, within a machine': "“tp”：激活值，在一台机器内",
+    "of layers:": "各层的：",
+    "samples {}": "样本 {}",
+    "shard {}": "分片 {}",
+    "{}: bubble {}": "{}：气泡 {}",
+    "process {}": "进程 {}",
+    "micro-batches in flight on process {}": "进程 {} 上在途的微批",
+    "forward, second part": "前向，第二段",
+    "backward, second part": "反向，第二段",
+}

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 
+import matplotlib
 import nbformat
 import pytest
 from nbval.plugin import get_sanitize_patterns
@@ -18,6 +19,7 @@ from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
 from tests.training import missing_for_two_machines
+from tools import picture
 from tools.notebooks import show_again
 from tools.notebooks import write
 from tools.stages import ROOT
@@ -312,6 +314,31 @@ def test_rebuilding_changes_nothing(clean_copy):
     assert contents[0] == contents[1]
     assert "image/png" in contents[0]
     assert "Not solved yet: ZeroDivisionError: division" in contents[0]
+
+
+def pictures(notebook):
+    """Return the outputs of a notebook that are pictures."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return [one for one in outputs if "image/png" in one.get("data", {})]
+
+
+@pytest.mark.ci
+def test_pictures_are_as_figures_py_draws_them_now():
+    """From what the run gave them, which the outputs keep."""
+    drawn = [one for notebook in ALL for one in pictures(notebook)]
+    kept = [output for output in drawn if picture.drawn_by(output)]
+    # All but the digits of 01, which have no words.
+    assert len(drawn) - len(kept) <= 1 and len(kept) > 40
+    ours = f"Matplotlib version{matplotlib.__version__}"
+    stored = {
+        picture.version(output.data["image/png"]).split(",")[0] for output in kept
+    }
+    if stored != {ours}:
+        pytest.skip(f"stored by {stored}, which may draw otherwise than {ours}")
+    for output in kept:
+        stored = output.data["image/png"]
+        hint = f"{output.metadata['picture']}: make notebooks SHOW=1, make zh"
+        assert picture.drawn_now(output) == stored, hint
 
 
 def test_listings_alone_can_be_made_again(tmp_path):

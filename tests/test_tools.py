@@ -286,9 +286,12 @@ def test_the_front_pages_name_every_stage_that_does_not_build_on_the_last(monkey
 
 
 def test_make_pages_draws_the_pictures_of_docs_as_they_are():
-    assert {*picture.PICTURES} == {*(ROOT / "docs").glob("*.png")}
-    for path in picture.PICTURES:
-        assert not picture.is_stale(path), f"{path.name}: type `make pages`"
+    found = [path for name in picture.PICTURES for path in picture.paths(name)]
+    assert {*found} == {*(ROOT / "docs").glob("*.png")}
+    for name in picture.PICTURES:
+        for path in picture.paths(name):
+            stored = picture.stored_text(path)
+            assert stored == picture.source(name), f"{path.name}: type `make pages`"
 
 
 def test_the_tests_of_the_faults_check_what_the_page_says():

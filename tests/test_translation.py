@@ -6,12 +6,15 @@ tools/zh.py.
 """
 
 import json
+import os
 import re
 from collections import Counter
 
 import nbformat
 import pytest
 
+from nbtools import drawing
+from tools import picture
 from tools import zh
 from tools.notebooks import write as write_notebook
 from tools.stages import ROOT
@@ -373,3 +376,99 @@ def test_a_place_is_a_stage_or_a_file_with_a_number(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             zh.place(wrong)
         assert "such a place" in capsys.readouterr().err
+
+
+# ---- pictures ------------------------------------------------------------------------
+# Words in labels that are the same in Chinese: terms, names, and what a program prints.
+SAME_WORDS = {
+    *("rank", "rank's", "step", "batch", "epoch", "loss", "logits", "worker", "block"),
+    *("all", "reduce", "gather", "scatter", "log", "softmax", "lr", "call", "last"),
+    *("spawn", "torchrun", "srun", "slurmstepd", "python", "trap", "export", "sbatch"),
+    *("autocast", "metadata", "step-6", "dcp", "endpoint", "node", "machine"),
+}
+
+
+def labels_of(draw, options):
+    """Return the labels of a picture as they are in English."""
+    with drawing.drawn(draw, options):
+        figure = drawing.plt.gcf()
+        axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
+        ticks = [label for axis in axes for label in axis.get_ticklabels()]
+        found = {text.get_text() for text in drawing.labels(figure)}
+        found |= {text.get_text() for text in ticks}
+        drawing.plt.close()
+    return found
+
+
+def all_pictures():
+    """Return (function, options) of each picture that has a Chinese twin."""
+    books = [zh.english_of(p) for p in zh.translations() if p.suffix == ".ipynb"]
+    cells = [cell for each in books for cell in nbformat.read(each, 4).cells]
+    drawn = [picture.drawn_by(one) for cell in cells for one in zh.pictures(cell)]
+    return drawn + [(draw, options) for draw, options, _ in picture.PICTURES.values()]
+
+
+@pytest.mark.ci
+def test_each_label_is_in_chinese_or_the_same_word_there():
+    used, number = set(), 0
+    for draw, options in all_pictures():
+        table = drawing.table_of(draw)
+        for label in labels_of(draw, options):
+            chinese = drawing.in_chinese(label, table)
+            if chinese != label:
+                used.add(chinese)
+                continue
+            code = r"(?m)\$.*\$|^.*[(=].*$|\S*[_./\d]\S*|--\S+"  # and numbers, as TeX
+            words = re.findall(r"\b[a-z][\w'-]{2,}", re.sub(code, "", label))
+            words = {part for word in words for part in word.split("-")}
+            assert words <= SAME_WORDS, f"{draw.__name__}: {label!r} is English"
+        number += 1
+    assert number > 40 and len(used) > 100
+
+
+@pytest.fixture
+def font():
+    if not drawing.chinese_font():
+        assert "REQUIRE_SITE" not in os.environ, picture.NO_FONT
+        pytest.skip(picture.NO_FONT)
+
+
+@pytest.mark.usefixtures("font")
+def test_a_picture_is_drawn_in_chinese_once(notebook, monkeypatch):
+    english = zh.english_of(notebook)
+    book = nbformat.read(english, 4)
+    kept = {"picture": "04_ddp_spawn/figures.py:a_parent_and_its_children"}
+    kept["arguments"] = "{}"
+    output = nbformat.v4.new_output(
+        "display_data", metadata=kept, data={"image/png": ""}
+    )
+    output.data["image/png"] = picture.png(output)
+    book.cells[3].outputs = [output]
+    write_notebook(book, english)
+    (line,) = zh.problems(notebook)
+    assert "03: code, outputs or metadata differ" in line
+    zh.update(notebook)
+    assert zh.problems(notebook) == []
+    (chinese,) = nbformat.read(notebook, 4).cells[3].outputs
+    assert picture.pixels(chinese.data["image/png"]) != picture.pixels(
+        output.data["image/png"]
+    )
+    before = notebook.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(picture, "png", lambda *_, **__: pytest.fail("drawn again"))
+        zh.update(notebook)
+    assert notebook.read_text() == before
+    # another label makes it stale
+    table = picture.drawn_by(output)[0].__globals__["CHINESE"]
+    monkeypatch.setitem(table, "spawn", "启动")
+    assert len(zh.problems(notebook)) == 1
+    zh.update(notebook)
+    assert zh.problems(notebook) == [] and notebook.read_text() != before
+
+
+@pytest.mark.usefixtures("font")
+def test_a_character_that_the_font_lacks_is_no_box(monkeypatch):
+    monkeypatch.setattr(drawing, "chinese_font", lambda: "DejaVu Sans")
+    draw, options = all_pictures()[0]
+    with picture.in_chinese(draw, options), pytest.raises(UserWarning, match="Glyph"):
+        picture.print_figure(drawing.plt.gcf(), "png")

@@ -13,6 +13,7 @@ import nbformat
 from nbclient import NotebookClient
 
 from nbtools import lesson
+from tools import picture
 from tools.stages import fail
 from tools.stages import notebooks
 
@@ -66,9 +67,15 @@ def only_shows(source):
 
 
 def show_again(path):
-    """Run only those cells again, in this process, and store what they print."""
+    """Run only those cells again, in this process, and store what they print.
+
+    Pictures are drawn again, too, from what their outputs keep.
+    """
     book = nbformat.read(path, as_version=4)
     for cell in book.cells:
+        for output in cell.get("outputs", []):
+            if picture.drawn_by(output):
+                output.data["image/png"] = picture.drawn_now(output)
         if cell.cell_type == "code" and only_shows(cell.source):
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
@@ -81,7 +88,7 @@ def show_again(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--show", action="store_true", help="only cells that show files"
+        "--show", action="store_true", help="only cells that show files, and pictures"
     )
     parser.add_argument("notebooks", nargs="*", type=Path)
     args = parser.parse_args()

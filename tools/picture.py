@@ -1,11 +1,20 @@
-"""`make pages`: the pictures of docs/.
+"""The pictures of docs/, and those of notebooks with Chinese labels.
 
-Each is a PNG that also stores a text, the source of what draws it, so that a test can
-see whether the picture is stale.
+`make pages` draws docs/*.png. Each stores a text, the source of what draws it, so that
+a test can see whether it is stale. A notebook's output keeps what its picture was drawn
+from (nbtools/drawing.py), and `make zh` draws it again from that.
 """
 
+import base64
+import contextlib
 import functools
+import hashlib
+import importlib.util
 import inspect
+import io
+import json
+import logging
+import warnings
 from importlib import import_module
 
 import matplotlib
@@ -13,18 +22,62 @@ import matplotlib
 matplotlib.use("Agg")  # a file, on a machine without a screen
 
 import matplotlib.pyplot as plt
+from IPython.core.pylabtools import print_figure
 from PIL import Image
 
+from nbtools import drawing
 from tools import splits
 from tools.stages import ROOT
+from tools.stages import fail
 
-FIGURE = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus
+NO_FONT = "no Chinese font is found; on Debian: apt-get install fonts-wqy-microhei"
 
-# a picture: the function that draws it, and the function or module that has its source
+
+@contextlib.contextmanager
+def in_chinese(draw, options):
+    """Draw a picture with Chinese labels. It is the current figure inside."""
+    font = drawing.chinese_font() or fail(NO_FONT)
+    # Many Chinese fonts have no bold characters.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    with drawing.drawn(draw, options, font), warnings.catch_warnings():
+        # Otherwise a character that the font lacks is a box.
+        warnings.filterwarnings("error", message="Glyph .* missing from")
+        yield
+
+
+# ---- of docs/ ------------------------------------------------------------------------
+STEP = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus.__wrapped__
+# a picture: the function that draws it, with which options, and what has its source
 PICTURES = {
-    ROOT / "docs/ddp_step.png": (functools.partial(FIGURE, narrow=True), FIGURE),
-    ROOT / "docs/what_can_be_split.png": (splits.seven_ways, splits),
+    "ddp_step": (STEP, {"narrow": True}, STEP),
+    "what_can_be_split": (splits.seven_ways, {}, splits),
 }
+
+
+def source(name):
+    """Return the text that a picture of docs/ stores."""
+    draw, _, part = PICTURES[name]
+    return inspect.getsource(part) + json.dumps(drawing.table_of(draw))
+
+
+def stored_text(path):
+    """Return the text that is stored in a PNG, or None."""
+    with Image.open(path) as picture:
+        return picture.text.get("Description")
+
+
+def paths(name):
+    """Return the paths of a picture, in English and in Chinese."""
+    return [ROOT / f"docs/{name}{language}.png" for language in ("", ".zh-CN")]
+
+
+def draw_all():
+    for name, (draw, options, _) in PICTURES.items():
+        english, chinese = paths(name)
+        with drawing.drawn(draw, options):
+            save(english, source(name))
+        with in_chinese(draw, options):
+            save(chinese, source(name))
 
 
 def save(path, text):
@@ -34,19 +87,55 @@ def save(path, text):
     plt.close()
 
 
-def stored_text(path):
-    """Return the text that `save` stored in a PNG, or None."""
-    with Image.open(path) as picture:
-        return picture.text.get("Description")
+# ---- of notebooks --------------------------------------------------------------------
+@functools.cache
+def module(path):
+    """Return the module of a file such as 03_ddp_launch/figures.py."""
+    name = path.replace("/", ".").removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
-def is_stale(path):
-    """Return whether one of PICTURES was drawn by another source than today's."""
-    _, source = PICTURES[path]
-    return stored_text(path) != inspect.getsource(source)
+def drawn_by(output):
+    """Return (function, arguments) of a notebook's output, or None if none is kept."""
+    kept = output.get("metadata", {})
+    if "picture" not in kept:
+        return None
+    path, _, name = kept["picture"].partition(":")
+    draw = getattr(module(path), name).__wrapped__
+    return draw, json.loads(kept["arguments"])
 
 
-def draw_all():
-    for path, (draw, source) in PICTURES.items():
-        draw()
-        save(path, inspect.getsource(source))
+def stamp(output):
+    """Return what a Chinese picture is made from: the English one, and the labels."""
+    draw, _ = drawn_by(output)
+    parts = output["data"]["image/png"], json.dumps(drawing.table_of(draw))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
+
+
+def png(output, chinese=False):
+    """Return a notebook's picture, drawn again, as base64."""
+    with (in_chinese if chinese else drawing.drawn)(*drawn_by(output)):
+        text = print_figure(plt.gcf(), "png", base64=True)
+        plt.close()
+    return text
+
+
+def pixels(text):
+    """Return the size and the pixels of a PNG in base64."""
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        return image.size, image.convert("RGB").tobytes()
+
+
+def version(text):
+    """Return which program stored a PNG in base64."""
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        return image.text["Software"]
+
+
+def drawn_now(output):
+    """Return a notebook's picture as it is drawn now; the stored one if it is equal."""
+    stored, now = output["data"]["image/png"], png(output)
+    return stored if pixels(stored) == pixels(now) else now

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import nbformat
 
+from tools import picture
 from tools.notebooks import write as write_notebook
 from tools.stages import ROOT
 from tools.stages import fail
@@ -181,6 +182,8 @@ def in_chinese(target, english):
     if ":" in name:
         return target
     page = english_of(english.parent / name) if name else english
+    if page.suffix == ".png" and chinese_of(page).is_file():
+        return f"{name.rpartition('/')[0]}/{chinese_of(page).name}".lstrip("/")
     if page.suffix not in (".ipynb", ".md") or not chinese_of(page).is_file():
         return target.replace(CHINESE, "")
     ours = anchors(chinese_of(page))
@@ -274,6 +277,35 @@ def matched(few, many):
     return found
 
 
+def pictures(cell):
+    """Return the outputs of a cell that are pictures which can be drawn again."""
+    outputs = (cell or {}).get("outputs", [])
+    return [output for output in outputs if picture.drawn_by(output)]
+
+
+def with_chinese_pictures(cell, known):
+    """Return an English cell with its pictures drawn in Chinese.
+
+    known: {stamp: picture} that need not be drawn.
+    """
+    cell = copy.deepcopy(cell)
+    for output in pictures(cell):
+        stamp = picture.stamp(output)
+        output.metadata["translates"] = stamp
+        png = known.get(stamp) or picture.png(output, chinese=True)
+        output.data["image/png"] = png
+    return cell
+
+
+def without_pictures(cell):
+    """Return a cell, of either language, with stamps in place of its pictures."""
+    cell = copy.deepcopy(cell)
+    for output in pictures(cell):
+        stamp = output.metadata.pop("translates", None) or picture.stamp(output)
+        output.data["image/png"] = stamp
+    return cell
+
+
 def update(path, same=()):
     """Bring a translation up to date with the English text, as far as a program can.
 
@@ -286,6 +318,8 @@ def update(path, same=()):
     for n in sorted({*range(len(chinese))} - {*pair.values()}):
         if not chinese[n].copied:
             print(f"{shown(path)}: removed: {chinese[n].text!r}", file=sys.stderr)
+    drawn = [one for block in chinese for one in pictures(block.cell)]
+    known = {one.metadata.get("translates"): one.data["image/png"] for one in drawn}
     new = []
     for n, theirs in enumerate(english):
         ours, now = copy.copy(theirs), hashed(theirs.text)
@@ -293,6 +327,7 @@ def update(path, same=()):
         old = chinese[pair[n]] if n in pair else None
         if theirs.copied:
             ours.stamp = (now, now)
+            ours.cell = with_chinese_pictures(theirs.cell, known)
             continue
         before, own = old.stamp if old and old.stamp else ("", "")
         edited = old and hashed(old.text) != own
@@ -445,7 +480,8 @@ def problems(path):
         return found
     for n, (theirs, ours) in enumerate(zip(english, chinese, strict=True)):
         # Of a cell that is translated: all but its text.
-        one, other = ({**(b.cell or {}), "source": ""} for b in (theirs, ours))
+        cells = (without_pictures(block.cell) for block in (theirs, ours))
+        one, other = ({**(cell or {}), "source": ""} for cell in cells)
         if one != other or theirs.copied and theirs.text != ours.text:
             say("code, outputs or metadata differ: type `make zh`", n)
         if theirs.copied:

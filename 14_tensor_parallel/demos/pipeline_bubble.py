@@ -152,68 +152,18 @@ def record(name, micro_batches):
     return passes
 
 
-# ---- the picture ---------------------------------------------------------------------
-COLORS = {"F": "tab:green", "B": "tab:orange"}  # of activations, and of gradients
-LINES = ("black", "tab:gray", "tab:red")  # of the schedules
-
-
-def draw(orders):
-    """Draw when the passes of each schedule begin and end, and what process 0 holds.
+def for_picture(orders):
+    """Return {schedule: its passes, its bubble, what process 0 holds} for figures.py.
 
     orders: {name of a schedule: what each process recorded}
     """
-    from matplotlib import pyplot as plt  # slow to import, and only for a notebook
-
-    rows = {name: timeline(of_ranks) for name, of_ranks in orders.items()}
-    length = max(row[-1][2] for of_ranks in rows.values() for row in of_ranks)
-    _, axes = plt.subplots(
-        len(rows) + 1,
-        figsize=(11, 9.4),
-        sharex=True,
-        height_ratios=[len(of_ranks) for of_ranks in rows.values()] + [3.5],
-    )
-    for axis, (name, of_ranks) in zip(axes, rows.items(), strict=False):
-        end = max(row[-1][2] for row in of_ranks)
-        idle = {"facecolor": "white", "edgecolor": "0.75", "hatch": "///", "lw": 0}
-        axis.add_patch(plt.Rectangle((0, 0), end, len(of_ranks), **idle))
-        for rank, row in enumerate(of_ranks):
-            for each, begin, stop in row:
-                place = ((begin, rank), stop - begin, 1)
-                alpha = 0.35 if each[0].isupper() else 0.75
-                axis.add_patch(plt.Rectangle(*place, facecolor="white"))
-                style = {"facecolor": COLORS[each[0].upper()], "alpha": alpha}
-                axis.add_patch(plt.Rectangle(*place, edgecolor="0.3", lw=0.6, **style))
-                middle = (begin + stop) / 2, rank + 0.5
-                axis.text(*middle, each[1:], ha="center", va="center", size=10)
-        numbers = [f"process {rank}" for rank in range(len(of_ranks))]
-        axis.set_yticks([rank + 0.5 for rank in range(len(of_ranks))], numbers, size=11)
-        axis.set(xlim=(0, length), ylim=(len(of_ranks), 0), xticks=[])
-        title = f"{name}: bubble {bubble(of_ranks)}"
-        axis.set_title(title, loc="left", weight="bold", size=12)
-    for (name, of_ranks), color in zip(rows.items(), LINES, strict=True):
-        counts = held(of_ranks[0], parts_of(orders[name]))
-        slots, numbers = [*counts], [float(count) for count in counts.values()]
-        axes[-1].step(slots, numbers, where="post", label=name, color=color, lw=2)
-    title = "micro-batches in flight on process 0"
-    axes[-1].set_title(title, loc="left", weight="bold", size=12)
-    axes[-1].set(ylim=(0, None))
-    axes[-1].set_xlabel("time", size=11)
-    axes[-1].tick_params(axis="y", labelsize=11)
-    axes[-1].legend(frameon=False, loc="upper right", fontsize=11)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["F"], alpha=0.35),
-        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["B"], alpha=0.35),
-        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["F"], alpha=0.75),
-        plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["B"], alpha=0.75),
-        plt.Rectangle((0, 0), 1, 1, **idle),
-    ]
-    kinds = ["forward", "backward", "forward, second part", "backward, second part"]
-    style = {"frameon": False, "fontsize": 11, "ncols": 5, "loc": "lower center"}
-    axes[0].legend(handles, [*kinds, "waits"], bbox_to_anchor=(0.5, 1.15), **style)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    plt.tight_layout()
-    plt.show()
+    found = {}
+    for name, of_ranks in orders.items():
+        rows = timeline(of_ranks)
+        counts = held(rows[0], parts_of(of_ranks))
+        in_flight = [(slot, float(count)) for slot, count in counts.items()]
+        found[name] = rows, str(bubble(rows)), in_flight
+    return found
 
 
 # ---- the run -------------------------------------------------------------------------
