@@ -92,13 +92,15 @@ def test_there_are_translations_and_each_has_its_english_text():
 TEXTS = [
     "# 03 · One\n\nIt has 50,000 images, on `cuda`. See [two](two.md#the-end).\n\n"
     "| a name | words |\n|---|---|\n| one | 2 |\n\n```\n$ ls\n```\n\n## Run it",
-    "Wait for 3.4 million steps of rank 0. Then `ls` lists them, in **two** files.",
+    "Wait for 3.4 million steps of rank 0. Then `ls` lists them, in **two** files,\n"
+    "of 735\n  million bytes.",
     "The last cell.",
 ]
 TRANSLATED = [
     "# 03 · 一\n\n在 `cuda` 上有 5 万张图像，见[二](two.md#the-end)。\n\n"
     "| 名称 | 说明 |\n|---|---|\n| 一 | 2 |\n\n```\n$ ls\n```\n\n## 运行",
-    "等 rank 0 完成 340 万个 step，然后 `ls` 会列出**两个**文件（在同一目录）。",
+    "等 rank 0 完成 340 万个 step，然后 `ls` 会列出**两个**文件（在同一目录），"
+    "共 7.35 亿字节。",
     "最后一个 cell。",
 ]
 
@@ -237,6 +239,7 @@ def test_a_notebook_is_translated_as_plain_text(notebook):
 BREAKS = {
     "a number": ("5 万", "几万", "number missing: 50000"),
     "another number": ("340 万", "34 万", "number missing: 3400000"),
+    "a unit on the next line": ("7.35 亿", "7.35 万", "number missing: 735000000"),
     "code": ("`cuda` 上", "GPU 上", "code missing: `cuda`"),
     "a link": ("[二](two.md#the-end)", "别处", "link missing: two.md#the-end"),
     "another link": ("two.md#the-end", "2.md", "link missing: two.md#the-end"),

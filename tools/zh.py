@@ -402,7 +402,7 @@ def numbers(text):
     """Return the numbers in a text's prose: `3.4 million` and `340 万` are equal."""
     text = re.sub(r"(?<=\d),(?=\d{3})", "", prose(text))
     units = "|".join(sorted(UNITS, key=len, reverse=True))
-    pattern = rf"(?<![\w.])(\d+(?:\.\d+)*(?:e-?\d+)?)(?: ?({units}))?"
+    pattern = rf"(?<![\w.])(\d+(?:\.\d+)*(?:e-?\d+)?)(?:(?: ?|\n *)({units}))?"
     found = []
     for number, unit in re.findall(pattern, text, re.ASCII):
         if unit and number.count(".") < 2:
