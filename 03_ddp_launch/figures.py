@@ -8,6 +8,7 @@ from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
+from nbtools.drawing import panels
 from nbtools.drawing import picture
 
 # A page shows a picture of 10 inches at three quarters of its width: as 9 points.
@@ -55,9 +56,12 @@ def ddp_step_on_four_gpus(narrow=False):
 
 @picture
 @readable
-def collectives():
+def collectives(narrow=False):
     """Draw what three ranks hold before and after four collectives."""
-    _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
+    if narrow:
+        _, axes = plt.subplots(3, 2, figsize=(6, 6.6))
+    else:
+        _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
     total = "1 + 2 + 3"
     held = {
         "before": ("1", "2", "3"),
@@ -66,7 +70,7 @@ def collectives():
         "all-gather": ("1, 2, 3", "1, 2, 3", "1, 2, 3"),
         "reduce": (total, "2", "3"),
     }
-    for axis, (title, values) in zip(axes, held.items(), strict=True):
+    for axis, (title, values) in zip(axes.flat, held.items(), strict=False):
         axis.set(xlim=(-1, 1), ylim=(-0.5, 2.6))
         axis.set_title(title, size=13, weight="bold")
         axis.axis("off")
@@ -76,16 +80,18 @@ def collectives():
             if title == "before":
                 place = {"ha": "right", "va": "center"}
                 axis.text(-0.35, 2 - rank, f"rank {rank}", **place)
+    for axis in axes.flat[len(held) :]:
+        axis.remove()
     plt.tight_layout()
 
 
 @picture
 @readable
-def star_and_ring():
+def star_and_ring(narrow=False):
     """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
     places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
     row = [(0, 0.9), (-1.15, -0.7), (0, -0.7), (1.15, -0.7)]  # rank 0 above the others
-    _, (star, ring, curves) = plt.subplots(1, 3, figsize=(10, 3))
+    star, ring, curves = panels(3, 3, narrow)
     for axis, title in ((star, "all through rank 0"), (ring, "a ring")):
         axis.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal", title=title)
         axis.axis("off")
@@ -307,6 +313,7 @@ CHINESE = {
         "时间（示意，不是测量结果）；x：这个 rank 抛出异常"
     ),
     "global batch": "全局 batch",
+    "lr unchanged": "lr 不变",
     "training loss, sixth epoch": "训练 loss，第 6 个 epoch",
     "built for len(train_loader) steps": "按 len(train_loader) 个 step 构建",
     "built for the old number of steps": "按原来的 step 数构建",

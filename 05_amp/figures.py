@@ -4,16 +4,16 @@ import itertools
 import math
 
 import matplotlib.pyplot as plt
-import torch
 
 from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import canvas
+from nbtools.drawing import panels
 from nbtools.drawing import picture
 
 
 @picture
-def number_formats():
+def number_formats(narrow=False):
     """Draw the bits of four number formats, and the magnitudes that each can hold."""
     formats = {  # bits of exponent and fraction, smallest number, text
         "float32": (8, 23, 2.0**-149, "1e-45 to 3e38"),
@@ -22,7 +22,7 @@ def number_formats():
         "float16": (5, 10, 2.0**-24, "6e-8 to 65,504"),
     }
     parts = {"sign": "tab:gray", "exponent": "tab:orange", "fraction": "tab:blue"}
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(1.15, 1))
+    left, right = panels(2, 3.2, narrow, width_ratios=(1.15, 1))
     for row, (name, (exponent, fraction, least, text)) in enumerate(formats.items()):
         start = 0
         for bits, color in zip((1, exponent, fraction), parts.values(), strict=True):
@@ -32,8 +32,9 @@ def number_formats():
         if least is None:
             right.text(0, row, text, ha="center", va="center", size=12, style="italic")
             continue
-        info = torch.finfo(getattr(torch, name))
-        ends = [math.log10(x) for x in (least, info.tiny, info.max)]
+        bias = 2 ** (exponent - 1) - 1
+        smallest, largest = 2.0 ** (1 - bias), (2 - 2.0**-fraction) * 2.0**bias
+        ends = [math.log10(x) for x in (least, smallest, largest)]
         right.barh(row, ends[2] - ends[1], left=ends[1], color="tab:green", alpha=0.6)
         right.barh(row, ends[1] - ends[0], left=ends[0], color="tab:green", alpha=0.25)
         place = {"x": ends[2] + 2} if name == "float16" else {"x": 0, "ha": "center"}
@@ -44,7 +45,7 @@ def number_formats():
     left.set(title="one box per bit", xticks=[])
     left.set_yticks(range(4), formats, size=12)
     right.set_title("powers of ten (pale: fewer digits)")
-    right.set_yticks([])
+    right.set_yticks(range(4) if narrow else [], formats if narrow else [], size=12)
     right.tick_params(axis="x", labelsize=12)
     for axis in (left, right):
         axis.invert_yaxis()
@@ -135,15 +136,13 @@ def loss_scales(scales):
 
 
 @picture
-def memory_in_two_precisions(networks):
+def memory_in_two_precisions(networks, narrow=False):
     """Plot what a training step of some networks needs, without autocast and with it.
 
     networks: {title: {kind of memory: (MiB in float32, MiB under autocast)}}. A bar is
     a fraction of the sum in float32; the number beside it is in MiB.
     """
-    _, axes = plt.subplots(
-        1, len(networks), figsize=(10, 3.6), sharex=True, sharey=True
-    )
+    axes = panels(len(networks), 3.6, narrow, sharex=True, sharey=True)
     for axis, (title, kinds) in zip(axes, networks.items(), strict=True):
         total = sum(before for before, _ in kinds.values()) / 100
         for row, (kind, sizes) in enumerate(kinds.items()):

@@ -3,15 +3,16 @@
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import arrow
+from nbtools.drawing import panels
 from nbtools.drawing import picture
 
 
 @picture
-def a_window_and_its_targets():
+def a_window_and_its_targets(narrow=False):
     """Draw a window of a text, its targets, and which bytes each position may see."""
     window = "Each rank"
     length = len(window) - 1
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3), width_ratios=(1.5, 1))
+    left, right = panels(2, 3, narrow, width_ratios=(1.5, 1))
     for row, (name, letters, color) in enumerate(
         (("targets", window[1:], "tab:brown"), ("inputs", window[:-1], "tab:gray"))
     ):

@@ -7,7 +7,9 @@ and what DATA has for it.
 """
 
 import ast
+import base64
 import functools
+import hashlib
 import json
 import os
 import re
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from nbtools import drawing
 from tools import diff
+from tools import picture
 from tools import zh
 from tools.stages import notebooks
 from tools.stages import parts
@@ -296,6 +299,27 @@ def lay_out(app, doctree):
                     entry[0].insert(0, label)
 
 
+def with_narrow_pictures(app, page, body):
+    """Return a notebook's page with other pictures for a phone, which it draws."""
+    book = json.loads(text_of(app.env.doc2path(page)))
+    outputs = [one for cell in book["cells"] for one in cell.get("outputs", [])]
+    for output in filter(picture.has_narrow, outputs):
+        # the name that myst-nb gives to the stored one
+        stored = base64.b64decode(output["data"]["image/png"])
+        name = hashlib.sha256(stored).hexdigest()
+        image = re.search(rf'<img [^>]*src="([^"]*){name}\.png"[^>]*>', body)
+        chinese = "translates" in output["metadata"]
+        if chinese and not drawing.chinese_font():
+            continue
+        narrow = picture.png(output, chinese=chinese, narrow=True)
+        file = Path(app.outdir, "_images", f"{name}-narrow.png")
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(base64.b64decode(narrow))
+        source = f'<source media="(max-width: 600px)" srcset="{image[1]}{file.name}">'
+        body = body.replace(image[0], f"<picture>{source}{image[0]}</picture>")
+    return body
+
+
 def complete(app, page, _template, context, _doctree):
     """Give a page its neighbors in the book, its script and its data."""
     book = CHINESE_BOOK if page in CHINESE_BOOK else BOOK
@@ -309,6 +333,8 @@ def complete(app, page, _template, context, _doctree):
     folder, _, name = page.removesuffix(zh.CHINESE).partition("/")
     if folder == "docs" and (ROOT / f"docs/_static/{name}.js").is_file():
         app.add_js_file(f"{name}.js", loading_method="defer")
+    if app.env.doc2path(page).suffix == ".ipynb":
+        context["body"] = with_narrow_pictures(app, page, context["body"])
     if page in DATA:
         text = json.dumps(DATA[page]()).replace("<", r"\u003c")
         context["body"] += f'<script type="application/json" id="data">{text}</script>'

@@ -165,6 +165,14 @@ def canvas(height, xlim, ylim):
     return axis
 
 
+def panels(number, height, narrow, **options):
+    """Return the axes of panels beside each other, or for a phone below each other."""
+    if narrow:
+        options.pop("width_ratios", None)
+        return plt.subplots(number, 1, figsize=(6, number * height), **options)[1]
+    return plt.subplots(1, number, figsize=(10, height), **options)[1]
+
+
 def stretch(axis, row, start, length, text, color):
     """Draw a stretch of time with a word in it."""
     axis.barh(row, length, left=start, height=0.7, color=color, alpha=0.45, ec="white")

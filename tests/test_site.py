@@ -324,6 +324,21 @@ def test_a_figure_is_enlarged_and_has_the_color_of_a_dark_page(visit, width):
     large.wait_for(state="hidden")
 
 
+@pytest.mark.parametrize("language", ["", ".zh-CN"])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_panels_are_below_each_other_on_a_phone(visit, width, language):
+    page = visit(DDP.replace(".html", f"{language}.html"), width)
+    figures = page.locator(".cell_output img")
+    figures.last.scroll_into_view_if_needed()
+    shape = (
+        "(i) => i.decode().then(() => [i.currentSrc, i.naturalWidth / i.naturalHeight])"
+    )
+    found = [figures.nth(n).evaluate(shape) for n in range(figures.count())]
+    narrow = [ratio for source, ratio in found if source.endswith("-narrow.png")]
+    assert len(found) == 5 and len(narrow) == (3 if width == PHONE else 0)
+    assert all(ratio < 1.6 for ratio in narrow)
+
+
 def test_a_button_copies_what_was_typed(visit):
     page = visit("docs/uneven_inputs.html")
     page.evaluate("""document.addEventListener("copy", () => {

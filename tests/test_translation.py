@@ -387,7 +387,7 @@ SAME_WORDS = {
     *("rank", "rank's", "step", "batch", "epoch", "loss", "logits", "worker", "block"),
     *("all", "reduce", "gather", "scatter", "log", "softmax", "lr", "call", "last"),
     *("spawn", "torchrun", "srun", "slurmstepd", "python", "trap", "export", "sbatch"),
-    *("autocast", "metadata", "step-6", "dcp", "endpoint", "node", "machine"),
+    *("autocast", "metadata", "dcp", "endpoint", "node", "machine", "interleaved"),
 }
 
 

@@ -115,9 +115,16 @@ def stamp(output):
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
 
 
-def png(output, chinese=False):
+def has_narrow(output):
+    """Return whether a picture can be drawn for a phone."""
+    drawn = drawn_by(output)
+    return drawn is not None and "narrow" in inspect.signature(drawn[0]).parameters
+
+
+def png(output, chinese=False, **more):
     """Return a notebook's picture, drawn again, as base64."""
-    with (in_chinese if chinese else drawing.drawn)(*drawn_by(output)):
+    draw, arguments = drawn_by(output)
+    with (in_chinese if chinese else drawing.drawn)(draw, arguments | more):
         text = print_figure(plt.gcf(), "png", base64=True)
         plt.close()
     return text
