@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections import Counter
+from importlib import import_module
 
 import nbformat
 import pytest
@@ -467,6 +468,23 @@ def test_a_picture_is_drawn_in_chinese_once(notebook, monkeypatch):
     assert len(zh.problems(notebook)) == 1
     zh.update(notebook)
     assert zh.problems(notebook) == [] and notebook.read_text() != before
+
+
+@pytest.mark.usefixtures("font")
+@pytest.mark.parametrize("name", ["04_ddp_spawn", "04_ddp_spawn.zh-CN"])
+def test_a_notebook_draws_in_its_own_language(name, monkeypatch):
+    words = []
+
+    def display(figure, metadata):
+        words.extend(label.get_text() for label in figure.findobj(drawing.Text))
+        assert (
+            metadata["picture"] == "04_ddp_spawn/figures.py:a_parent_and_its_children"
+        )
+
+    monkeypatch.setattr(drawing, "display", display)
+    monkeypatch.setenv("JPY_SESSION_NAME", f"04_ddp_spawn/{name}.ipynb")  # by Jupyter
+    import_module("04_ddp_spawn.figures").a_parent_and_its_children()
+    assert words and any(map(re.compile(zh.HAN).search, words)) == ("zh-CN" in name)
 
 
 @pytest.mark.usefixtures("font")
