@@ -39,7 +39,7 @@ def counts_of_two_shards():
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "{} of {} are right": "{1} 张中 {0} 张正确",
-    "{} of {}: {} %": "{}/{}：{}%",
+    "{} of {}: {} %": "{}/{}：{} %",
     "{} of {}": "{}/{}",
     "add up the counts, then divide": "先把计数相加，再相除",
     "divide, then average: wrong": "先相除，再求平均：错误",

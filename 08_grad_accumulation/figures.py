@@ -39,7 +39,8 @@ def one_step_of_micro_batches():
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "each rank": "每个 rank",
-    "network": "网络",
+    "network": "通信",
+    "step": "更新",
     "with no_sync: 1 all-reduce": "有 no_sync：1 次 all-reduce",
     "without no_sync: 4 all-reduces": "没有 no_sync：4 次 all-reduce",
 }

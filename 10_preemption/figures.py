@@ -127,14 +127,14 @@ def sigterm_by_plugin(plugin, senders):
 
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
-    "its gradients wait for rank 1's": "梯度等待 rank 1 的梯度",
+    "its gradients wait for rank 1's": "等待 rank 1 的梯度",
     "all-reduce: 0 + 1 signals,\nso both stop here": (
         "all-reduce：0 + 1 个信号，\n所以两个 rank 都在这里停下"
     ),
     "each rank looks at its own signals": "每个 rank 只看自己收到的信号",
     "save": "保存",
     "stops": "停止",
-    "they ask": "互相询问",
+    "they ask": "各个 rank 互相询问",
     "wait": "等待",
     "waits for the checkpoint": "等待检查点写完",
     "after KillWait, SIGKILL to what is left": (
@@ -144,16 +144,16 @@ CHINESE = {
     "batch script": "批处理脚本",
     "batch\nscript": "批处理\n脚本",
     "exit 143": "退出码 143",
-    "ranks": "各 rank",
+    "ranks": "各个 rank",
     "requeue": "重新排队",
     "resumed from\nstep {}": "从第 {} 个 step\n恢复",
     "the job is preempted": "作业被抢占",
-    "the time limit is near": "快到时间限制",
+    "the time limit is near": "即将达到时间限制",
     "waits until srun has ended": "等到 srun 结束",
     "batch step": "批处理作业步",
-    "job step,\nby {}": "作业步：\n{}",
-    "loader\nworker": "数据加载\nworker",
+    "job step,\nby {}": "作业步：\n{} 启动",
+    "loader\nworker": "worker",
     "from both": "来自两者",
     "from {}": "来自 {}",
-    "no SIGTERM": "没有 SIGTERM",
+    "no SIGTERM": "没有收到 SIGTERM",
 }

@@ -49,8 +49,8 @@ def a_window_and_its_targets(narrow=False):
 
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
-    "8 predictions in one window": "一个窗口中的 8 个预测",
-    "an input": "一个输入",
+    "8 predictions in one window": "一个窗口中的 8 次预测",
+    "an input": "每个输入",
     "inputs": "输入",
     "sees these inputs": "能看到这些输入",
     "targets": "目标",

@@ -104,9 +104,10 @@ CHINESE = {
     "+ root": "+ 根",
     "root": "根",
     "compute": "计算",
+    "step": "更新",
     "whole gradients": "完整的梯度",
     "whole weights": "完整的权重",
-    "% of the weights changed": "变化了的权重占的 %",
+    "% of the weights changed": "发生变化的权重（%）",
     "bfloat16, predicted": "bfloat16，预测",
     "bfloat16 with the policy": "bfloat16，用混合精度策略",
 }

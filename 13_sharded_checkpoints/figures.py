@@ -74,10 +74,11 @@ CHINESE = {
     "{}\nrows {}": "{}\n第 {} 行",
     "saved by {} ranks": "由 {} 个 rank 保存",
     "loaded by {} ranks": "由 {} 个 rank 加载",
+    "last": "最后",
     "rename": "改名",
     "copy": "复制",
     "thread": "线程",
-    "training stands still": "训练停住",
+    "training stands still": "训练暂停",
     "training": "训练",
     "write": "写入",
 }
