@@ -50,12 +50,12 @@ CHINESE = {
     "time (drawn, not measured; not to scale)": "时间（示意，不是测量结果，不按比例）",
     "waits": "等待",
     "weights": "权重",
-    "MiB on each rank": "每个 rank 上的 MiB",
+    "MiB on each rank": "每个 rank 上的张量（MiB）",
     "1 rank": "1 个 rank",
     "{} ranks": "{} 个 rank",
     "{} ranks, {}": "{} 个 rank，{}",
     "added at the worst moment": "最坏时刻另外增加的",
-    "only the root": "只有根（only the root）",
+    "only the root": "只有根模块（only the root）",
     "ends apart": "首尾单独成组（ends apart）",
     "no reshard": "不重新分片（no reshard）",
 }
@@ -133,7 +133,10 @@ def translate(figure, table):
             if after != before:
                 axis.set_ticklabels(after)
     for label in labels(figure):
-        label.set_text(in_chinese(label.get_text(), table))
+        chinese = in_chinese(label.get_text(), table)
+        if chinese != label.get_text():
+            # Most Chinese fonts have no bold: only the Latin letters would be.
+            label.set(text=chinese, weight="normal")
 
 
 def in_chinese(label, table):
