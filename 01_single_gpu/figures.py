@@ -88,10 +88,10 @@ CHINESE = {
     "step {}: a global batch of {}": "step {}：全局 batch 为 {}",
     "load a batch": "加载一个 batch",
     "no workers, and each step is waited for: {} ms per batch": (
-        "没有 worker，每个 step 都要等待：每个 batch {} ms"
+        "没有 worker，每个 step 都等 GPU：每个 batch {} ms"
     ),
     "the process": "训练进程",
-    "train on it": "用它训练",
+    "train on it": "用这个 batch 训练",
     "training": "训练",
     "two workers: {} ms per batch": "两个 worker：每个 batch {} ms",
 }

@@ -83,10 +83,10 @@ def memory_by_gpu(held):
 
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
-    "add up\ngradients": "梯度\n求和",
+    "add up\ngradients": "累加\n梯度",
     "all GPUs compute": "所有 GPU 都计算",
     "copies between GPUs": "GPU 之间复制",
-    "copy model,\nsplit batch": "复制模型，\n切分 batch",
+    "copy model,\nsplit batch": "复制模型，\n拆分 batch",
     "gather\noutputs": "收集\n输出",
     "only GPU 0 computes": "只有 GPU 0 计算",
     "optimizer\nstep": "更新\n参数",
@@ -95,5 +95,5 @@ CHINESE = {
     "Adam's state": "Adam 的状态",
     "gradient of\nlog softmax": "log softmax\n的梯度",
     "gradient of\nlogits": "logits\n的梯度",
-    "each other GPU": "其他每块 GPU",
+    "each other GPU": "其他 GPU（每块）",
 }

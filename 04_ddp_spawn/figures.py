@@ -26,9 +26,9 @@ def a_parent_and_its_children():
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "a file in a new\ntemporary folder": "新建的临时目录\n中的一个文件",
-    "all-reduce,\nevery step": "all-reduce，\n每个 step",
+    "all-reduce,\nevery step": "每个 step\nall-reduce",
     "parent: python train.py\nparses flags, waits": (
         "父进程：python train.py\n解析命令行参数，等待"
     ),
-    "rendezvous,\nonce": "会合，\n一次",
+    "rendezvous,\nonce": "只会合\n一次",
 }

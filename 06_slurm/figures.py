@@ -160,46 +160,46 @@ def a_rank_that_does_not_come():
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "batch script: srun ...": "批处理脚本：srun ...",
-    "job step: what one srun starts": "作业步：一次 srun 启动的任务",
+    "job step: what one srun starts": "作业步：一条 srun 启动的全部任务",
     "job: cores, memory and GPUs on two nodes, until it ends": (
-        "作业：两个节点上的 CPU 核、内存和 GPU，直到作业结束"
+        "作业：占用两个节点上的 CPU 核、内存和 GPU，直到结束"
     ),
     "task, rank {}\n{}\n{}": "任务，rank {}\n{}\n{}",
-    "1  the torchruns meet": "1  两个 torchrun 会合",
+    "1  the torchruns meet": "1  各 torchrun 会合",
     "2  the ranks meet": "2  各 rank 会合",
     "3  each rank connects\nto the others": "3  每个 rank 与\n其他 rank 建立连接",
     "ranks\n0 and 1": "rank\n0 和 1",
     "\nranks\n2 and 3\n": "\nrank\n2 和 3\n",
     "opens": "监听",
-    "SLURM_PROCID\nis not set": "没有设置\nSLURM_PROCID",
-    "SLURM_PROCID\nis {}": "SLURM_PROCID\n是 {}",
+    "SLURM_PROCID\nis not set": "SLURM_PROCID\n没有设置",
+    "SLURM_PROCID\nis {}": "SLURM_PROCID\n为 {}",
     "batch script:\nonce, on node1": "批处理脚本：\n只在 node1 上运行一次",
     "login node": "登录节点",
     "queue": "队列",
     "reads the lines\nwith #SBATCH": "读取以 #SBATCH\n开头的行",
-    "tasks:\non both nodes": "任务：\n在两个节点上",
+    "tasks:\non both nodes": "任务：\n在两个节点上运行",
     "the network, or the links\nbetween a node's GPUs": (
-        "网络，或者同一节点的\nGPU 之间的连接"
+        "网络，或者节点内\nGPU 之间的连接"
     ),
-    "1. Does the first step end?": "1. 第一个 step 结束了吗？",
+    "1. Does the first step end?": "1. 第一个 step 完成了吗？",
     "2. Do all ranks wait: in a collective,\nor after it for the GPU (NCCL)?": (
-        "2. 所有 rank 都在等待吗：在集合通信中，\n或在集合通信之后等 GPU（NCCL）？"
+        "2. 所有 rank 都在集合通信中等待，\n或在其后等待 GPU（NCCL）吗？"
     ),
-    "3. Have all ranks made\nthe same calls?": "3. 所有 rank 的调用\n都相同吗？",
+    "3. Have all ranks made\nthe same calls?": "3. 所有 rank 的\n调用相同吗？",
     "4. Does the smoke test run\non these nodes?": (
-        "4. 在这些节点上\n能运行冒烟测试吗？"
+        "4. 冒烟测试能在\n这些节点上运行吗？"
     ),
-    "a branch that\nnot all ranks take": "不是所有 rank\n都进入的分支",
+    "a branch that\nnot all ranks take": "某个分支只有\n一部分 rank 进入",
     "look at the rank that does not:\nit keeps the others waiting": (
-        "看没有在等待的那个 rank：\n其他 rank 都在等它"
+        "查没有等待的那个 rank：\n其他 rank 都在等它"
     ),
     "no": "否",
     "yes": "是",
     "the ranks do not find each other:\naddress, port; with NCCL also 4": (
-        "各 rank 找不到对方：\n查地址、端口；用 NCCL 时再看第 4 步"
+        "各 rank 找不到对方：查地址、\n端口；用 NCCL 时还要看第 4 问"
     ),
     "killed by srun,\nwithout an error": "被 srun kill，\n没有报错",
-    "reads from the file server": "从文件服务器读取",
+    "reads from the file server": "从文件服务器读取数据",
     "timeout:\nRuntimeError": "超时：\nRuntimeError",
-    "waits in the all-reduce of step {}": "在第 {} 个 step 的 all-reduce 中等待",
+    "waits in the all-reduce of step {}": "在 step {} 的 all-reduce 中等待",
 }
