@@ -310,7 +310,7 @@ CHINESE = {
     "ends: torchrun notices it first": "结束，torchrun 最先发现",
     "rank {} takes longest to end": "rank {} 结束得最慢",
     "time (drawn, not measured); x: the rank raises": (
-        "时间（示意，不是测量结果）；×：rank 抛出异常"
+        "时间（示意，非实测）；×：rank 抛出异常"
     ),
     "global batch": "全局 batch",
     "lr unchanged": "lr 不变",
