@@ -4,8 +4,9 @@ python -m benchmarks.float8 [--widths 1024 2048 4096] [--tokens 16384]
 
 A block multiplies [tokens, width] by width x 4 width and by 4 width x width. A step is
 a forward and a backward pass of four blocks, compiled, without an optimizer: the median
-of five windows of ten steps. Without a GPU, one window of one step, not compiled, with
-float8 emulated, which only shows that it runs.
+of five windows of ten steps. Two medians are "not distinguishable" if the ranges of
+their windows overlap. Without a GPU, one window of one step, not compiled, with float8
+emulated, which only shows that it runs.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 import torch
 from torch import nn
 
+from benchmarks.report import compared
 from benchmarks.report import table
 from common.args import fail
 
@@ -33,12 +35,12 @@ class Block(nn.Module):
 
 
 def milliseconds(width, tokens, in_float8, device):
-    """Return how long a step takes."""
+    """Return how long a step takes: the median, the least and the most."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8 import convert_to_float8_training
 
     on_gpu = device.type == "cuda"
-    torch._dynamo.reset()  # otherwise the widths before count as recompilations
+    torch._dynamo.reset()  # otherwise the earlier widths count as recompilations
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(4))).to(device, torch.bfloat16)
     if in_float8:
@@ -62,8 +64,8 @@ def milliseconds(width, tokens, in_float8, device):
     for _ in range(windows):
         begin = time.perf_counter()
         steps(number)
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times) / number
+        times.append(1e3 * (time.perf_counter() - begin) / number)
+    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
 
 
 def main():
@@ -83,8 +85,8 @@ def main():
     rows = []
     for width in args.widths:
         both = [milliseconds(width, args.tokens, each, device) for each in (0, 1)]
-        rows.append([*(f"{n:.1f}" for n in both), f"{both[0] / both[1]:.2f}"])
-        rows[-1].insert(0, f"{width}")
+        medians = [f"{times['median']:.1f}" for times in both]
+        rows.append([f"{width}", *medians, compared(*both)])
     titles = ["width", "bf16 ms", "float8 ms", "times as fast"]
     print(*table(titles, rows), sep="\n")
 

@@ -1,8 +1,8 @@
-"""Print which gathers a trace of the profiler shows beside a block's computation.
+"""Print which gathers run while a block computes, as a trace of the profiler shows.
 
 torchrun --standalone --nproc-per-node=2 12_fsdp/demos/overlap.py
 
-On GPUs, print how long each gather takes, and how much of that they compute beside it.
+On GPUs, print how long each gather takes, and during how much of it they compute.
 """
 
 import gc
