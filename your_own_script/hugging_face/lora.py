@@ -92,7 +92,7 @@ def init_adapters(model):
     torch.manual_seed(0)
     adapters = {}
     for name, weight in model.named_parameters():
-        if not weight.requires_grad:
+        if "lora_" not in name:
             continue
         adapters[name] = torch.zeros(weight.shape, dtype=weight.dtype)
         if "lora_A" in name:  # B stays 0, so at first the model is as it was
