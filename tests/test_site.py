@@ -443,10 +443,11 @@ SHAPES = [
     f"{OTHER}&kv_heads=2&positions=0&qkv_bias=true&block=llama",
     f"{OTHER}&kv_heads=4&positions=64&tied=true&block=gpt",
 ]
+GPUS = ((1, 1, 480), (8, 1, 8192), (3, 1, 1), (4, 2, 480), (8, 4, 9), (3, 2, 1))
 OPTIONS = [
-    f"gpus={gpus}&tokens={tokens}&precision={precision}&groups={groups}"
-    f"&activation_checkpointing={recompute}&grad_accum={accumulate}"
-    for gpus, tokens in ((1, 480), (8, 8192), (3, 1))
+    f"gpus={gpus}&tensor_parallel={split}&tokens={tokens}&precision={precision}"
+    f"&groups={groups}&activation_checkpointing={recompute}&grad_accum={accumulate}"
+    for gpus, split, tokens in GPUS
     for precision in ("bf16", "float32")
     for groups in memory.GROUPS
     for recompute in ("false", "true")
@@ -458,25 +459,33 @@ CALCULATED = """(hash) => {
   fromAddress();
   const all = settings();
   const { parameters, lines } = table(all, all);
-  return [all, parameters, lines];
+  return [all, parameters, lines, misfit(all)];
 }"""
 
 
 def test_the_calculator_has_the_numbers_of_memory_py(visit):
     page = visit(CALCULATOR)
-    compared = 0
+    compared = refused = 0
     for shape, options in itertools.product(SHAPES, OPTIONS):
-        given, parameters, lines = page.evaluate(CALCULATED, f"{shape}&{options}")
+        given, parameters, lines, wrong = page.evaluate(
+            CALCULATED, f"{shape}&{options}"
+        )
         names = [field.name for field in dataclasses.fields(memory.Shape)]
         sizes = {name: given[name] for name in names if name != "head_dim"}
         counted = memory.Shape(**sizes, head_dim=given["width"] // given["heads"])
         assert parameters == counted.parameters
         assert parameters == PARAMETERS.get(given["model"], parameters)
         flags = ("gpus", "tokens", "precision", "groups", "activation_checkpointing")
-        flags = {name: given[name] for name in (*flags, "grad_accum")}
+        flags = (*flags, "grad_accum", "tensor_parallel")
+        flags = {name: given[name] for name in flags}
+        fits = [flags[name] for name in ("gpus", "groups", "tensor_parallel")]
+        assert wrong == memory.misfit(counted, *fits)
+        refused += bool(wrong)
+        if wrong:
+            continue
         assert lines == memory.table(counted, **flags), (shape, options)
         compared += len(lines)
-    assert compared > 5000
+    assert compared > 9000 and refused > 300
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
@@ -497,6 +506,16 @@ def test_the_calculator_says_what_fits(visit, width):
     page.get_by_label("GPUs that share").fill("8")
     page.locator("[name=heads]").fill("3")
     assert result.inner_text() == "heads must divide width"
+    page.locator("[name=model]").select_option("Llama-3-8B")
+    page.locator("[name=tensor_parallel]").fill("16")
+    wrong = memory.misfit(memory.Shape(), 8, "ends", 16)
+    assert result.inner_text() == f"tensor_parallel {wrong}"
+    page.locator("[name=tensor_parallel]").fill("2")
+    lines = memory.table(
+        memory.Shape(), activation_checkpointing=True, tensor_parallel=2
+    )
+    most = max(memory.together(lines)) / 2**30
+    assert f"At most {most:.2f} GiB: fits in 79 GiB." in result.inner_text()
 
 
 # ---- a training step -----------------------------------------------------------------

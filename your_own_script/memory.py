@@ -2,6 +2,7 @@
 
 python memory.py --gpus 8 --tokens 8192
 python memory.py --gpus 8 --tokens 8192 --activation-checkpointing
+python memory.py --gpus 16 --tokens 8192 --tensor-parallel 2
 python memory.py --gpus 1 --tokens 480 --config FOLDER
 python memory.py --gpus 1 --tokens 32768 --block gpt --layers 16 --width 1024 \\
     --heads 16 --vocabulary 256 --context-length 1024 --groups blocks
@@ -26,9 +27,17 @@ What it assumes:
 - The loss is that of all logits at once, in float32. Your loop has a name for the
   logits, which keeps them until the next forward pass. If they are local to a function
   that has returned, 2 bytes of each number are gone (float32: 4), as in the stages.
+- --tensor-parallel T splits each layer among T GPUs, which get the same tokens, as
+  stage 14 does; FSDP2 shards what each has over --gpus / T. Divided by T are the heads,
+  the hidden units, the rows of embeddings and head, and what attention and the MLP keep
+  of them. Whole on each GPU are the norms, the biases of layers whose results are
+  summed, what flows between the layers, and the logits: there is neither sequence
+  parallelism nor loss_parallel. The embedding's gradient is whole for a moment, because
+  torch computes all its rows and then takes the GPU's. If the head has the embedding's
+  weight, it has it again after parallelize_module, which makes two of it.
 
-It knows no tensor parallelism and no experts: for these, docs/what_can_be_split.md has
-the bytes.
+It knows no pipelines and no experts: for these, docs/what_can_be_split.md has the
+bytes.
 
 What it leaves out: memory that the allocator reserves and nobody uses, the CUDA
 context, NCCL's buffers, other processes on the GPU, batches that wait to be used, and
@@ -36,9 +45,10 @@ what your script keeps in addition, such as an average of the weights. So compar
 with torch.cuda.max_memory_allocated() after two steps, and leave a few GiB free.
 
 How close it is: with 2,048 tokens and more, at most 16 % above what was counted for
-small models on a CPU, most of it for the logits' name; with 64 tokens a third, because
-gathered weights, gradients and copies are not all there at once. On one H100 it is 5
-and 7 % above two runs of a GPT. A Llama's activations were not compared on a GPU.
+small models on a CPU (19 with tensor parallelism, on 2 and 4 processes), most of it for
+the logits' name; with 64 tokens a third, because gathered weights, gradients and copies
+are not all there at once. On one H100 it is 5 and 7 % above two runs of a GPT. A
+Llama's activations, and tensor parallelism, were not compared on a GPU.
 """
 
 import argparse
@@ -50,6 +60,14 @@ from pathlib import Path
 MOMENTS = ("forward", "loss", "backward", "last group", "optimizer")
 GROUPS = ("ends", "blocks", "whole", "ddp")
 LLAMAS = ("llama", "mistral", "qwen2")  # with the same blocks
+# The sizes of a Shape that tensor parallelism divides, in words.
+DIVIDED = {
+    "heads": "number of heads",
+    "kv_heads": "number of key-value heads",
+    "inner": "width of the MLP",
+    "vocabulary": "vocabulary",
+    "positions": "number of positions",
+}
 # cuBLAS's and cuBLASLt's, for the threads of the two passes, on a Hopper:
 # docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
 WORKSPACES = 4 * 32 * 2**20
@@ -103,6 +121,11 @@ class Shape:
         """The number of all weights."""
         ends = self.embedding * (1 if self.tied else 2) + self.positions * self.width
         return ends + self.layers * self.of_block + self.norm
+
+    def divided(self, by):
+        """Return the Shape of what a GPU of a tensor-parallel group has."""
+        parts = {name: getattr(self, name) // by for name in DIVIDED}
+        return dataclasses.replace(self, **parts)
 
 
 def from_config(path):
@@ -158,9 +181,10 @@ def activations(shape, low, residual):
     # queries, keys, values and result, and a number for each head
     attention = 4 * heads * shape.head_dim * low + 4 * heads
     block = 2 * norm + attention + mlp * low
-    # and the tokens, the targets, and the rotations of a Llama
-    outside = norm + 16 + (0 if shape.block == "gpt" else 2 * 4 * shape.head_dim)
-    return block, outside, (2 * inner + 2 * width) * low
+    # and the tokens, their positions, the targets, and the rotations of a Llama
+    outside = norm + 24 + (0 if shape.block == "gpt" else 2 * 4 * shape.head_dim)
+    # of an MLP, or of a norm, which computes in float32
+    return block, outside, max((2 * inner + 2 * width) * low, 4 * 4 * width)
 
 
 def split(shape, groups):
@@ -194,15 +218,19 @@ def table(
     groups="ends",
     activation_checkpointing=False,
     grad_accum=False,
+    tensor_parallel=1,
 ):
     """Return {line: bytes at each of MOMENTS} of one GPU.
 
     tokens: of a micro-batch of this GPU; grad_accum: gradients are reduced only after
-    the last micro-batch, by set_requires_gradient_sync. The moments are: the forward
-    pass; when the loss is differentiated; the backward pass, as far as blocks and head;
-    when the last group's gradients are reduced; and AdamW's step.
+    the last micro-batch, by set_requires_gradient_sync; tensor_parallel: how many GPUs
+    split each layer, a number for which misfit() returns "". The moments are: the
+    forward pass; when the loss is differentiated; the backward pass, as far as blocks
+    and head; when the last group's gradients are reduced; and AdamW's step.
     """
     low, sharded = 2 if precision == "bf16" else 4, groups != "ddp"
+    whole = shape
+    shape, gpus = shape.divided(tensor_parallel), gpus // tensor_parallel
     weights = shape.parameters
     own = -(-weights // gpus) if sharded else weights
     lines = {
@@ -213,6 +241,8 @@ def table(
     }
     if sharded:
         lines |= of_groups(shape, gpus, low, groups)
+        if tensor_parallel > 1:
+            lines["embedding's gradient"] = [0, 0, 0, low * whole.embedding, 0]
     else:
         lines["DDP's buckets"] = [4 * weights] * 5
         # of all but embeddings, which are looked up
@@ -230,7 +260,7 @@ def table(
 
     # Kept are the logits and their log-softmax. At the peak there are the gradients of
     # both in float32, too; then only that of the logits.
-    numbers = tokens * shape.vocabulary
+    numbers = tokens * whole.vocabulary
     most = [low + 4, low + 4 + 4 + 4, low + low, low, low]
     lines["logits and loss"] = [numbers * one for one in most]
     lines["workspaces of cuBLAS"] = [WORKSPACES] * 5
@@ -261,6 +291,18 @@ def of_groups(shape, gpus, low, groups):
         # in float32, and the shard that is left of it
         "copy to reduce": [0, 0, *(4 * (one + one // gpus) for one in reduced), 0],
     }
+
+
+def misfit(shape, gpus, groups, tensor_parallel):
+    """Return why a number of GPUs of a tensor-parallel group does not fit, or ""."""
+    if tensor_parallel == 1:
+        return ""
+    if groups == "ddp":
+        return "goes with FSDP2, not with DDP"
+    sizes = {"number of GPUs": gpus}
+    sizes |= {text: getattr(shape, name) for name, text in DIVIDED.items()}
+    wrong = [one for one in sizes.items() if one[1] % tensor_parallel]
+    return "must divide the {} ({})".format(*wrong[0]) if wrong else ""
 
 
 def together(lines):
@@ -294,7 +336,10 @@ def parse_args(words=None):
     )
     add = parser.add_argument
     add("--gpus", type=positive, default=8, help="how many share the work")
-    add("--tokens", type=positive, default=8192, help="of a micro-batch of one GPU")
+    text = "of a micro-batch of one GPU, or of a tensor-parallel group"
+    add("--tokens", type=positive, default=8192, help=text)
+    text = "GPUs that split each layer, for the same tokens; default: 1"
+    add("--tensor-parallel", type=positive, default=1, metavar="T", help=text)
     add("--precision", choices=("bf16", "float32"), default="bf16")
     add("--groups", choices=GROUPS, default="ends", help="how FSDP2 wraps the model")
     add("--activation-checkpointing", action="store_true", help="of each block")
@@ -317,16 +362,25 @@ def parse_args(words=None):
     names = ("block", "layers", "width", "heads", "kv_heads", "inner", "vocabulary")
     given = {name: getattr(args, name) for name in (*names, "context_length", "tied")}
     given = {name: value for name, value in given.items() if value}
+    shape = shape_of(parser, args, given)
+    wrong = misfit(shape, args.gpus, args.groups, args.tensor_parallel)
+    if wrong:
+        parser.error(f"--tensor-parallel {wrong}")
+    return args, shape
+
+
+def shape_of(parser, args, given):
+    """Return the Shape that the flags mean; given: those of a shape."""
     if args.config:
         if given:
             parser.error(f"--config has the shape; leave out --{[*given][0]}")
         try:
-            return args, from_config(args.config)
+            return from_config(args.config)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             parser.error(f"--config {args.config}: {reason}")
     if not given:
-        return args, Shape()
+        return Shape()
     needed = ("layers", "width", "heads", "vocabulary")
     if missing := [f"--{name}" for name in needed if name not in given]:
         parser.error(f"a shape also needs {', '.join(missing)}")
@@ -335,14 +389,15 @@ def parse_args(words=None):
     given["positions"] = given.pop("context_length", 0)
     given.setdefault("kv_heads", args.heads)
     given.setdefault("inner", 4 * args.width)
-    return args, Shape(head_dim=args.width // args.heads, **given)
+    return Shape(head_dim=args.width // args.heads, **given)
 
 
 def main():
     """Print the table."""
     args, shape = parse_args()
     options = ("gpus", "tokens", "precision", "groups", "activation_checkpointing")
-    options = {name: getattr(args, name) for name in (*options, "grad_accum")}
+    options = (*options, "grad_accum", "tensor_parallel")
+    options = {name: getattr(args, name) for name in options}
     lines = table(shape, **options)
     sums = together(lines)
     print(f"{shape.parameters:,} parameters; GiB on each GPU, at most:")

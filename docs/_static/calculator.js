@@ -13,11 +13,20 @@ const MODELS = {
   "Qwen2.5-0.5B": ["llama", 24, 896, 14, 2, 4864, 151936, 0, true, true],
   "GPT-2": ["gpt", 12, 768, 12, 12, 3072, 50257, 1024, true, false],
 };
+// The sizes that tensor parallelism divides, in words.
+const DIVIDED = {
+  heads: "number of heads",
+  kv_heads: "number of key-value heads",
+  inner: "width of the MLP",
+  vocabulary: "vocabulary",
+  positions: "number of positions",
+};
 const SIZES = ["layers", "width", "heads", "kv_heads", "inner", "vocabulary", "positions"];
 const COLORS = {
   "weights, float32": colors.weights,
   "gradients, float32": colors.gradients,
   "whole gradients": colors.gradients,
+  "embedding's gradient": colors.gradients,
   "AdamW's averages, float32": colors.optimizer,
   "square roots of averages": colors.optimizer,
   "gathered weights": colors.weights,
@@ -29,10 +38,24 @@ const COLORS = {
 };
 
 // ---- the numbers --------------------------------------------------------------------
+function divided(shape, by) {
+  const parts = Object.keys(DIVIDED).map((name) => [name, Math.floor(shape[name] / by)]);
+  return { ...shape, head_dim: shape.width / shape.heads, ...Object.fromEntries(parts) };
+}
+
+function misfit(all) {
+  const by = all.tensor_parallel;
+  if (by === 1) return "";
+  if (all.groups === "ddp") return "goes with FSDP2, not with DDP";
+  const sizes = [["number of GPUs", all.gpus]];
+  for (const [name, text] of Object.entries(DIVIDED)) sizes.push([text, all[name]]);
+  const wrong = sizes.find(([, size]) => size % by);
+  return wrong ? `must divide the ${wrong[0]} (${wrong[1]})` : "";
+}
+
 function count(shape) {
-  const { width, inner } = shape;
-  const headDim = width / shape.heads;
-  const [queries, keys] = [width, shape.kv_heads * headDim];
+  const { width, inner, head_dim: headDim } = shape;
+  const [queries, keys] = [shape.heads * headDim, shape.kv_heads * headDim];
   const gpt = shape.block === "gpt";
   const norm = width * (gpt ? 2 : 1);
   const attention = 2 * width * (queries + keys);
@@ -42,16 +65,16 @@ function count(shape) {
   const embedding = shape.vocabulary * width;
   const ends = embedding * (shape.tied ? 1 : 2) + shape.positions * width;
   const parameters = ends + shape.layers * ofBlock + norm;
-  return { headDim, gpt, norm, ofBlock, embedding, parameters };
+  return { gpt, norm, ofBlock, embedding, parameters };
 }
 
-function activations(shape, { gpt, headDim }, low, residual) {
-  const { width, heads, inner } = shape;
+function activations(shape, { gpt }, low, residual) {
+  const { width, heads, inner, head_dim: headDim } = shape;
   const norm = gpt ? (4 + low) * width + 8 : (4 + residual + low) * width + 4;
   const mlp = (gpt ? 2 : 4) * inner;
   const block = 2 * norm + 4 * heads * headDim * low + 4 * heads + mlp * low;
-  const outside = norm + 16 + (gpt ? 0 : 8 * headDim);
-  return [block, outside, (2 * inner + 2 * width) * low];
+  const outside = norm + 24 + (gpt ? 0 : 8 * headDim);
+  return [block, outside, Math.max((2 * inner + 2 * width) * low, 16 * width)];
 }
 
 function split(shape, of, groups) {
@@ -91,8 +114,10 @@ function ofGroups(shape, of, gpus, low, groups) {
   };
 }
 
-function table(shape, options) {
-  const { gpus, tokens, groups } = options;
+function table(model, options) {
+  const { tokens, groups, tensor_parallel: by } = options;
+  const [whole, gpus] = [count(divided(model, 1)), Math.floor(options.gpus / by)];
+  const shape = divided(model, by);
   const of = count(shape);
   const [low, sharded] = [options.precision === "bf16" ? 2 : 4, groups !== "ddp"];
   const weights = of.parameters;
@@ -104,8 +129,10 @@ function table(shape, options) {
     "AdamW's averages, float32": always(8 * own),
     "square roots of averages": [0, 0, 0, 0, 4 * own],
   };
-  if (sharded) Object.assign(lines, ofGroups(shape, of, gpus, low, groups));
-  else {
+  if (sharded) {
+    Object.assign(lines, ofGroups(shape, of, gpus, low, groups));
+    if (by > 1) lines["embedding's gradient"] = [0, 0, 0, low * whole.embedding, 0];
+  } else {
     const used = shape.layers * of.ofBlock + of.norm + of.embedding;
     const copies = low === 2 ? 2 * used : 0;
     lines["DDP's buckets"] = always(4 * weights);
@@ -118,11 +145,11 @@ function table(shape, options) {
     [kept, again] = [shape.layers * residual * shape.width + outside, block];
   const perToken = [kept + again, kept, kept + again + moving, moving, 0];
   lines.activations = perToken.map((one) => tokens * one);
-  const numbers = tokens * shape.vocabulary;
+  const numbers = tokens * model.vocabulary;
   const perNumber = [low + 4, low + 12, 2 * low, low, low];
   lines["logits and loss"] = perNumber.map((one) => numbers * one);
   lines["workspaces of cuBLAS"] = always(WORKSPACES);
-  return { parameters: weights, lines };
+  return { parameters: whole.parameters, lines };
 }
 
 // ---- the form -----------------------------------------------------------------------
@@ -137,7 +164,8 @@ form.innerHTML = `
     .map((name) => `<option>${name}</option>`)
     .join("")}<option>another shape</option></select></label>
   ${number("gpus", "GPUs that share the work", 8)}
-  ${number("tokens", "tokens of a micro-batch, per GPU", 8192)}
+  ${number("tensor_parallel", "of which split each layer: tensor parallelism", 1)}
+  ${number("tokens", "tokens of a micro-batch, per GPU or group of these", 8192)}
   ${number("room", "GiB of a GPU, as nvidia-smi says", 79)}
   <label>precision <select name="precision"><option>bf16</option><option>float32</option></select></label>
   <label>sharded <select name="groups">
@@ -187,6 +215,7 @@ function show() {
   if (!problem && all.width % all.heads) problem = "heads must divide width";
   if (!problem && all.groups === "ddp" && all.grad_accum)
     problem = "reducing only after the last micro-batch is FSDP2's; DDP holds whole gradients anyway";
+  if (!problem && misfit(all)) problem = `tensor_parallel ${misfit(all)}`;
   if (problem) return results.replaceChildren(problem);
 
   const { parameters, lines } = table(all, all);
