@@ -311,10 +311,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """Return {case: what rank 0 counts in it}.
-
-    The others count the same, but one of a tensor-parallel group has no meter's sums.
-    """
+    """Return {case: what rank 0 counts in it}."""
     counted = {}
     for processes in sorted({case.processes for case in CASES}):
         folder = tmp_path_factory.mktemp("counted")
@@ -322,10 +319,7 @@ def counted(tmp_path_factory):
         ranks = range(processes)
         calls = [(train_all, rank, processes, folder, cases) for rank in ranks]
         harness.call_in_forks(fsdp_ranks.in_group, calls)
-        found, *others = (torch.load(folder / f"{rank}.pt") for rank in ranks)
-        assert all(
-            found == [pytest.approx(o, abs=64) for o in other] for other in others
-        )
+        found = torch.load(folder / "0.pt")
         counted |= dict(zip(cases, found, strict=True))
     return counted
 
