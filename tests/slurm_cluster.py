@@ -98,23 +98,32 @@ class Cluster:
         return SlurmJob(self, number.strip(), Path(cwd))
 
     def submit(
-        self, stage, *flags, per_node=1, torchrun=False, held=False, cwd, **variables
+        self,
+        stage,
+        *flags,
+        per_node=1,
+        torchrun=False,
+        held=False,
+        srun="",
+        cwd,
+        **variables,
     ):
         """Submit a stage's job file, which asks for GPUs; return the SlurmJob.
 
         It gets two nodes without GPUs, and `per_node` processes on each. torchrun: with
         the edit that recipes/torchrun_per_node.sh asks for. held: it does not start
-        before `scontrol release`.
+        before `scontrol release`. srun: an option more for the file's srun.
         """
         file = ROOT / stage / "job.sbatch"
-        tasks, cpus = per_node, 1
+        tasks, cpus, launcher = per_node, 1, "python"
         if torchrun:
             tasks, cpus = 1, per_node
-            recipe = ROOT / "recipes/torchrun_per_node.sh"
+            launcher = f"bash {ROOT / 'recipes/torchrun_per_node.sh'}"
+        if torchrun or srun:
             text = file.read_text()
             assert text.count("  python ") == 1
             file = Path(cwd) / "job.sbatch"
-            file.write_text(text.replace("  python ", f"  bash {recipe} "))
+            file.write_text(text.replace("  python ", f"  {srun} {launcher} "))
         words = ["--gpus-per-node=0", f"--ntasks-per-node={tasks}"]
         words += [f"--cpus-per-task={cpus}", *["--hold"] * held]
         variables = {"SCRIPT": ROOT / stage / "train.py", **variables}

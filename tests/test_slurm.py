@@ -410,7 +410,11 @@ def test_scancel_leaves_nothing_behind(torchrun, cluster, tmp_path, fault):
     [(SLURM, SRUN), (SIGNALS, SRUN), only_in_release(SIGNALS, TORCHRUN)],
 )
 def test_no_rank_waits_for_one_that_has_failed(stage, torchrun, cluster, tmp_path):
-    """The other one never notices by itself: only --kill-on-bad-exit ends it."""
+    """The other one never notices by itself: only --kill-on-bad-exit ends it.
+
+    srun is then in a hurry: what the rank printed last may not reach the job's log, but
+    it is in a file that its node writes.
+    """
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\n"
@@ -418,9 +422,14 @@ def test_no_rank_waits_for_one_that_has_failed(stage, torchrun, cluster, tmp_pat
         "time.sleep(1000 if rank == '0' else 0)\n"
         "sys.exit('rank 1 has failed')\n"
     )
-    job = cluster.submit(stage, torchrun=torchrun, cwd=tmp_path, SCRIPT=script)
+    own = "--error=slurm-%j-%t.err"
+    options = {"torchrun": torchrun, "srun": own, "cwd": tmp_path, "SCRIPT": script}
+    job = cluster.submit(stage, **options)
     job.wait("FAILED")
-    assert "rank 1 has failed" in job.log()
+    assert re.search("srun: error: .*: task .: Exited with exit code 1", job.log())
+    files = [tmp_path / f"slurm-{job.number}-{task}.err" for task in (0, 1)]
+    assert "rank 1 has failed" in "".join(file.read_text() for file in files)
+    assert job.ranks() == {}
 
 
 def test_a_script_that_reads_torchruns_names_trains_under_srun(
