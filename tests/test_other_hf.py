@@ -224,6 +224,13 @@ def test_the_loss_of_the_trainer_is_in_float32(run_changed, before, tmp_path):
     assert 1e-8 < max_abs_diff(saved(tmp_path), expected) < 1e-5
 
 
+# The page's losses are those of the toy that torch 2.14 makes.
+same_toy = pytest.mark.skipif(
+    torch.__version__ < "2.14", reason="this torch draws other weights for the toy"
+)
+
+
+@same_toy
 @pytest.mark.release
 @pytest.mark.parametrize("program", [ACCELERATE, TRAINER, CONFIG])
 def test_a_command_prints_what_its_docstring_shows(program, before, tmp_path):
@@ -239,6 +246,7 @@ def test_a_command_prints_what_its_docstring_shows(program, before, tmp_path):
     assert max_abs_diff(saved(tmp_path), before("llama", *changes)[1]) < 1e-4
 
 
+@same_toy
 def test_the_page_shows_what_fsdp_prints(before):
     """And the Trainer's docstring shows another norm, which the page explains."""
     text = (ROOT / "docs/other_libraries.md").read_text()

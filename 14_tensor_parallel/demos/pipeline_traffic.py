@@ -61,7 +61,8 @@ def with_pipeline(model, inputs, targets, mesh):
     part = pipeline.Part(model, rank, ranks)
     stage = PipelineStage(part, rank, ranks, CPU)
     schedule = Schedule1F1B(stage, 4, loss_fn=pipeline.loss_fn)
-    return lambda: schedule.step(inputs, target=targets)
+    read = [inputs] if rank == 0 else []  # torch 2.11 wants none on the others
+    return lambda: schedule.step(*read, target=targets)
 
 
 WAYS = {
