@@ -8,7 +8,6 @@ All of them run on two processes, on the CPU, in float64. Each asserts what it s
 
 import sys
 import tempfile
-from datetime import timedelta
 
 import pipeline
 import torch
@@ -41,17 +40,11 @@ def make_model(tied=False):
     return model
 
 
-def make(
-    micro_batches=4,
-    loss_fn=pipeline.loss_fn,
-    tied=False,
-    group=None,
-    scale_grads=True,
-):
+def make(micro_batches=4, loss_fn=pipeline.loss_fn, tied=False, scale_grads=True):
     """Return this process's part, its stage and its schedule."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     part = pipeline.Part(make_model(tied), rank, ranks)
-    stage = PipelineStage(part, rank, ranks, CPU, group=group)
+    stage = PipelineStage(part, rank, ranks, CPU)
     options = {"loss_fn": loss_fn, "scale_grads": scale_grads}
     return part, stage, Schedule1F1B(stage, micro_batches, **options)
 
@@ -135,6 +128,12 @@ def tell(line):
     """Print a line, once for the whole run."""
     if dist.get_rank() == 0:
         print(line, flush=True)
+
+
+def tell_now(error):
+    """Print an error of this process alone."""
+    text = f"{type(error).__name__}: {error}"
+    print(f"process {dist.get_rank()}: {text}", flush=True)
 
 
 def tell_each(line):
@@ -370,24 +369,12 @@ def save_and_load(folder, options):
 
 # ---- uneven --------------------------------------------------------------------------
 def uneven():
-    part, _, schedule = make(micro_batches=4, group=make_impatient_group())
+    part, _, schedule = make(micro_batches=4)
     try:
         go(part, schedule, get_batch(batch_size=10))  # the mistake
     except (ValueError, RuntimeError) as error:
-        if "shape" in str(error) or "size" in str(error):  # not that of waiting
+        if "shape" in str(error) or "size" in str(error):  # not that of a connection
             tell_now(error)
-    dist.barrier()
-
-
-def make_impatient_group():
-    """Return a group in which a process waits 5 seconds for another one."""
-    return dist.new_group(timeout=timedelta(seconds=5))
-
-
-def tell_now(error):
-    """Print an error of this process alone."""
-    text = f"{type(error).__name__}: {error}"
-    print(f"process {dist.get_rank()}: {text}", flush=True)
 
 
 # ---- the run -------------------------------------------------------------------------
