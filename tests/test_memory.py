@@ -369,9 +369,8 @@ def test_the_sum_is_an_upper_bound(case, counted):
         more = 1 + 1 / dp if name == "copy to reduce" else 1
         more = 3 if name == "whole gradients" and case.model == "llama-tied" else more
         less = 1
-        if (
-            torch.__version__ >= "2.15"
-        ):  # it gathers less at a time, and reduces a norm more
+        # 2.15 gathers less at a time, and reduces a norm more
+        if torch.__version__ >= "2.15":
             more, less = more * (1.35 if name == "gathered weights" else 1), 0.995
         assert less * seen[name] <= max(lines[name]) <= 1.02 * more * seen[name]
     if "activations" in seen:
