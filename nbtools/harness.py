@@ -47,7 +47,10 @@ PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
 OUTPUTS = ("stdout", "stderr")
-LIMIT = 300  # seconds: far more than what is waited for takes on a busy machine
+# Seconds, of what is waited for. A command has this limit only while it does nothing.
+LIMIT = 300
+# Of a core: a launcher, and a rank that waits for another, use less.
+NOTHING = 0.02
 LAUNCHERS = r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD|NAME)|MASTER_"
 LAUNCHERS = re.compile(rf"{LAUNCHERS}|TORCHELASTIC_|SLURM_(?!CONF)")
 
@@ -90,17 +93,59 @@ def environment(**variables):
 
 
 # ---- start and run -------------------------------------------------------------------
+class Activity:
+    """Tells for how long some processes have done nothing: on a busy machine, too.
+
+    processes: a function that returns the live ones, as psutil.Process; paths: the
+    files to which they print.
+    """
+
+    def __init__(self, processes, paths=()):
+        self.processes, self.paths = processes, paths
+        self.seen = self.look()
+        self.last = self.seen[0]
+
+    def look(self):
+        """Return the time, the sizes of the outputs, and {process: its CPU time}."""
+        used = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                used[process] = sum(process.cpu_times()[:2])
+        sizes = [path.stat().st_size for path in self.paths]
+        return time.monotonic(), sizes, used
+
+    def idle(self):
+        """Return for how many seconds they have printed nothing and computed nothing.
+
+        It looks at them once a second at most.
+        """
+        now = time.monotonic()
+        before, printed, used = self.seen
+        if now - before >= 1:
+            self.seen = now, sizes, uses = self.look()
+            most = NOTHING * (now - before)
+            computed = any(time - used.get(p, 0) > most for p, time in uses.items())
+            if computed or sizes != printed:
+                self.last = now
+        return now - self.last
+
+
 class Job:
     """A command that runs. Its processes' outputs are files: `stdout` and `stderr`.
 
     folder: where these files are; pid: of the process that was started; processes: the
-    psutil.Process of each live one, as of the last call of `look`.
+    psutil.Process of each live one, as of the last call of `look`; idle: a function,
+    for how many seconds has it done nothing?
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.processes = []
+
+    def begin(self, paths):
+        """Begin to look at what it does; paths: its outputs."""
+        self.idle = Activity(self.members, paths).idle
 
     def screen(self):
         """Return what it has printed so far, to both outputs."""
@@ -110,18 +155,17 @@ class Job:
     def wait_for(self, text, times=1):
         """Wait until it has printed a text so many times; look at its processes then.
 
-        Raises CommandError if it ends before.
+        Raises CommandError if it ends before, or does nothing for too long.
         """
-
-        def seen():
+        waiting = True
+        while waiting:
             ended = not self.running()  # before the last look at the screen
-            if self.screen().count(text) >= times:
-                return True
-            if ended:
-                raise CommandError(f"ended without printing {text!r}:\n{self.screen()}")
-            return False
-
-        wait_until(seen, LIMIT, self.screen)
+            waiting = self.screen().count(text) < times
+            if waiting and (ended or self.idle() > LIMIT):
+                what = "ended" if ended else f"did nothing for {LIMIT} s"
+                what = f"{what} without printing {text!r}"
+                raise CommandError(f"{what}:\n{self.screen()}")
+            time.sleep(0.01)
         self.look()
 
     def look(self):
@@ -159,6 +203,7 @@ class LaunchedJob(Job):
                 preexec_fn=default_ctrl_c,
             )
         self.pid = self.child.pid
+        self.begin(self.paths)
 
     def printed(self):
         return Done(self.child.poll(), *(path.read_text() for path in self.paths))
@@ -181,9 +226,13 @@ class LaunchedJob(Job):
         return found
 
     def wait(self, seconds=LIMIT):
-        """Wait for its end, at most so many seconds; return what it ended with."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(seconds)
+        """Wait for its end, or until it has done nothing for so many seconds.
+
+        Returns what it ended with; if it had to be killed, it hung.
+        """
+        while self.running() and self.idle() <= seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(1)
         hung = self.running()
         if hung:
             self.kill()
@@ -219,6 +268,7 @@ class ForkedJob(Job):
             self.forks.append(forkserver.Process(target=in_fork, args=given))
             self.forks[-1].start()
         self.pid = self.forks[0].pid
+        self.begin([place / name for place in self.folders for name in OUTPUTS])
 
     def printed(self):
         pairs = zip(self.folders, self.forks, strict=True)
@@ -242,16 +292,15 @@ class ForkedJob(Job):
         return [psutil.Process(fork.pid) for fork in self.forks]
 
     def wait(self, seconds=LIMIT):
-        """Wait for the end of all ranks, at most so many seconds.
+        """Wait for the end of all ranks, or until they do nothing for so many seconds.
 
         Returns what they ended with; a rank that had to be killed hung.
         """
-        end = time.monotonic() + seconds
         while live := [fork for fork in self.forks if fork.is_alive()]:
-            if (left := end - time.monotonic()) <= 0:
+            if self.idle() > seconds:
                 break
             self.running()  # with `together`, ends the others of one that has failed
-            multiprocessing.connection.wait([fork.sentinel for fork in live], left)
+            multiprocessing.connection.wait([fork.sentinel for fork in live], 1)
         hung = {rank for rank, fork in enumerate(self.forks) if fork.is_alive()}
         for rank in hung:
             kill(family(self.forks[rank].pid))
@@ -327,9 +376,9 @@ def start(
 def run(command, folder=None, code=0, seconds=LIMIT, **options):
     """Run a command to its end; return a Done.
 
-    code: the exit code that it should have, None for any; seconds: it is killed after
-    so many; the other parameters are those of `start`. Raises CommandError with what it
-    printed if it ends with another code.
+    code: the exit code that it should have, None for any; seconds: it is killed if it
+    does nothing for so many; the other parameters are those of `start`. Raises
+    CommandError with what it printed if it ends with another code.
     """
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(tempfile.TemporaryDirectory())
@@ -430,12 +479,15 @@ def call_in_forks(function, calls):
     """
     set_preloads()
     forks = [forkserver.Process(target=function, args=call) for call in calls]
-    end = time.monotonic() + LIMIT
+    activity = Activity(
+        lambda: [p for one in forks if one.pid for p in family(one.pid)]
+    )
     try:
         for one in forks:
             one.start()
         for one in forks:
-            one.join(max(0, end - time.monotonic()))
+            while one.is_alive() and activity.idle() <= LIMIT:
+                one.join(1)
     finally:
         for one in forks:
             if one.pid and one.is_alive():

@@ -15,6 +15,9 @@ from nbtools.sections import ROOT
 from nbtools.sections import sections
 from nbtools.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
+# Seconds for which a command may do nothing. The longest of these waits for a timeout.
+IDLE = 60
+
 # A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
 _scratch = tempfile.TemporaryDirectory()
 work = Path(_scratch.name)
@@ -25,7 +28,7 @@ work = Path(_scratch.name)
 FORKS = os.environ.get("LESSON_FORKS")
 
 
-def run(command, fails=False, quiet=False, in_order=False, seconds=harness.LIMIT):
+def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     """Show a command as one types it, run it, and print what it prints.
 
     command: such as "torchrun --standalone 03_ddp_launch/train.py --out-dir $WORK/03".
@@ -37,7 +40,8 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=harness.LIMIT
     the two folders.
 
     Raises harness.CommandError, with what it printed to standard error, if the child
-    fails, or with `fails=True` if it does not, and if it has not ended after `seconds`.
+    fails, or with `fails=True` if it does not, and if it does nothing for so many
+    `seconds`: it neither prints nor computes, because its ranks wait for each other.
     Whatever ends this call also ends the child and the processes that it started.
     """
     print(f"$ {command}", flush=True)
@@ -58,7 +62,8 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=harness.LIMIT
     done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
     hung = done.returncode == "hung"
     if hung or bool(done.returncode) != fails:
-        ended = f"after {seconds} s" if hung else f"exit code {done.returncode}"
+        nothing = f"did nothing for {seconds} s"
+        ended = nothing if hung else f"exit code {done.returncode}"
         raise harness.CommandError(f"{ended}: {command}\n{done.stderr}")
     return done
 
@@ -81,13 +86,13 @@ def run_at_end(command):
 def lines_of(job, seconds):
     """Yield the lines that a job prints to standard output, each as it comes.
 
-    This ends when the job does, or after so many seconds.
+    This ends when the job does, or when it has done nothing for so many seconds.
     """
-    end = time.monotonic() + seconds
     rest, running = "", True
     with (job.folder / "stdout").open() as file:
         while running:
-            running = job.running() and time.monotonic() < end  # before the last look
+            # before the last look
+            running = job.running() and job.idle() <= seconds
             *lines, rest = (rest + file.read()).split("\n")
             yield from (f"{line}\n" for line in lines)
             time.sleep(0.02)

@@ -48,7 +48,7 @@ def test_run_raises_unless_the_child_ends_as_it_should():
     with pytest.raises(CommandError, match="exit code 0"):
         lesson.run("python -c pass", fails=True)
     for flag in (False, True):
-        with pytest.raises(CommandError, match="after 0 s"):
+        with pytest.raises(CommandError, match="did nothing for 0 s"):
             lesson.run("python -c 'import time; time.sleep(3600)'", flag, seconds=0)
 
 
@@ -83,8 +83,28 @@ def test_ranks_that_hang_are_no_failure(forks, tmp_path, monkeypatch):
     script.write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.setattr(lesson, "FORKS", forks)
     command = f"torchrun --standalone --nproc-per-node=2 {script}"
-    with pytest.raises(CommandError, match="after 0 s"):
+    with pytest.raises(CommandError, match="did nothing for 0 s"):
         lesson.run(command, fails=True, seconds=0)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize(
+    "work",
+    [
+        "end = time.process_time() + 5\nwhile time.process_time() < end:\n    pass\n",
+        "for _ in range(10):\n    time.sleep(0.5)\n    print('.', flush=True)\n",
+    ],
+    ids=["computes", "prints"],
+)
+def test_a_command_has_a_limit_only_while_it_does_nothing(forks, work, tmp_path):
+    """However long it takes, as it does on a machine that has other work."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import time\n{work}")
+    command = f"python {script}"
+    assert harness.run(command, seconds=3, forks=forks).returncode == 0
+    script.write_text(f"import time\n{work}time.sleep(3600)\n")
+    done = harness.run(command, code=None, seconds=3, forks=forks)
+    assert done.returncode == "hung"
 
 
 def test_whatever_ends_run_ends_what_it_started(monkeypatch):

@@ -2,13 +2,17 @@
 
 python -m tools.demo [STAGE ...]
 
-Each stage is launched once, in float64, so that its weights can be compared with those
-of stage 01, and with one thread per process, as torchrun sets it. So no stage is run in
+Each stage runs once, in float64, so that its weights can be compared with those of
+stage 01, and with one thread per process, as torchrun sets it. So no stage is run in
 mixed precision. A language model is compared with the first one, which is also trained
 on one process.
+
+The first stage for torchrun is started by it. To import torch takes each process
+seconds, so the other commands run in forks of a process that has it (nbtools/harness).
 """
 
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +23,7 @@ from nbtools import harness
 from nbtools.weights import max_abs_diff
 from tools.stages import fail
 from tools.stages import features
+from tools.stages import first_with
 from tools.stages import launcher
 from tools.stages import plain_command
 from tools.stages import reference
@@ -47,7 +52,10 @@ def train(stage, processes, out_dir):
         command += " --epochs 1"  # of ten seconds; those of the images take two
     print(f"\n{stage}: {command}", flush=True)
     try:
-        done = harness.run(f"{command} --out-dir {out_dir}")
+        forks = stage != first_with("torchrun")
+        done = harness.run(
+            f"{command} --out-dir {out_dir}", seconds=math.inf, forks=forks
+        )
     except harness.CommandError as error:
         fail(str(error))
     print(done.stdout, end="", flush=True)
