@@ -1,5 +1,6 @@
 """The commands of `make` do what they say, and the pages they write are not stale."""
 
+import ast
 import json
 import re
 import signal
@@ -27,6 +28,42 @@ from tools.stages import first_with
 from tools.stages import notebooks
 from tools.stages import stages
 from tools.stages import steps
+
+
+# ---- requirements.txt ----------------------------------------------------------------
+def imported_by(*patterns):
+    """Return the names of modules that files import: programs, or notebooks' cells."""
+    found = set()
+    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
+        text = path.read_text()
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            codes = [each for each in cells if each["cell_type"] == "code"]
+            text = "\n".join("".join(each["source"]) for each in codes)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {each.name.split(".")[0] for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module.split(".")[0])
+    return found
+
+
+def test_requirements_are_what_scripts_and_notebooks_import():
+    """No more and no less; jupyter runs the notebooks; torchvision brings Pillow."""
+    text = (ROOT / "requirements.txt").read_text()
+    first, second = text.split("# What the notebooks are run with")
+    scripts, others = (
+        re.findall(r"^([\w-]+)>=", part, re.M) for part in (first, second)
+    )
+    assert len(scripts) >= 4 and len(others) >= 4
+    programs = (*ROOT.glob("*/*.py"), *ROOT.glob("*/*/*.py"))
+    ours = {path.stem for path in programs if ".venv" not in path.parts}
+    ours |= {path.name for path in ROOT.iterdir()} | {"PIL", "IPython"}
+    known = ours | sys.stdlib_module_names
+    of_scripts = imported_by("common/*.py", "*/train.py") - known
+    assert of_scripts == {*scripts}
+    readers = imported_by("*/*.ipynb", "*/demos/*.py", "*/figures.py", "nbtools/*.py")
+    assert readers - known - of_scripts == {*others} - {"jupyter"}
 
 
 # ---- nbtools/harness.py --------------------------------------------------------------
@@ -273,16 +310,19 @@ def test_a_page_is_as_stages_toml_and_the_tests_say(path):
     assert path.read_text() == pages.pages()[path], "stale: type `make pages`"
 
 
-def test_the_front_pages_name_every_stage_that_does_not_build_on_the_last(monkeypatch):
+def test_the_front_pages_say_which_stage_each_builds_on(monkeypatch):
+    """Where it is not the one before it; and which a reader can skip."""
     bases = {"01_a": None, "02_b": "01_a", "03_c": "01_a", "04_d": "02_b"}
     known = {}
     for name, base in bases.items():
         fields = {"name": name, "number": name[:2], "builds_on": base}
         known[name] = SimpleNamespace(**fields)
     monkeypatch.setattr(pages, "registry", lambda: known)
-    said = "except 03, which builds on 01, and 04, which builds on 02."
+    said = "except 03, which builds on 01, and 04, which builds on 02. You can skip 03."
     assert pages.builds_on(chinese=False).endswith(said)
-    assert "除 03 以 01 为基础、04 以 02 为基础外，" in pages.builds_on(chinese=True)
+    chinese = pages.builds_on(chinese=True)
+    assert "除 03 以 01 为基础、04 以 02 为基础外，" in chinese
+    assert chinese.endswith("。03 可以跳过。")
 
 
 def test_make_pages_draws_the_pictures_of_docs_as_they_are():
