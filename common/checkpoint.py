@@ -3,20 +3,30 @@
 What a checkpoint holds, and which processes write it, is up to the script. Either each
 is one file, step-000000100.pt, or each is a folder that torch.distributed.checkpoint
 wrote, step-000000100. While it is being written, its name begins with a dot.
+
+Each also holds the identity of its run, the flags and a fingerprint of the data: the
+files under that name, the folders in run.json. So a run never resumes from another's.
 """
 
+import contextlib
+import hashlib
 import io
 import json
+import os
+import re
 import shutil
 import sys
+import uuid
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
 
 from common import weights
 
-FLAGS = "flags.json"
+MANIFEST = "run.json"
+NAME = re.compile(r"step-\d{9}(\.pt)?")
 
 
 def name(step):
@@ -24,15 +34,18 @@ def name(step):
     return f"step-{step:09}"
 
 
-def paths(folder, sharded=False):
+def find(folder, sharded=False):
     """Return the complete checkpoints in a folder, the latest first.
 
     sharded: whether to look for folders instead of files. torch writes .metadata last,
-    so a folder that has it is complete. Raises ValueError if there are only checkpoints
-    of the other kind, since a run would start from scratch beside them.
+    so a folder that has it is complete. Raises OSError, and ValueError if there are
+    only checkpoints of the other kind, since a run would start from scratch beside
+    them.
     """
-    files = list(Path(folder).glob("step-[0-9]*.pt"))
-    folders = [each.parent for each in Path(folder).glob("step-[0-9]*/.metadata")]
+    there = Path(folder).iterdir() if os.path.lexists(folder) else []
+    ours = [path for path in there if NAME.fullmatch(path.name)]
+    files = [path for path in ours if path.suffix]
+    folders = [path for path in ours if (path / ".metadata").exists()]
     found, others = (folders, files) if sharded else (files, folders)
     if others and not found:
         kinds = ("one file each", "folders")
@@ -43,50 +56,60 @@ def paths(folder, sharded=False):
     return sorted(found, reverse=True)
 
 
-def check_flags(folder, flags, sharded=False):
-    """Raise ValueError if a folder's checkpoints were written with different flags.
+# ---- whose it is ---------------------------------------------------------------------
+def identity(flags, data_set):
+    """Return what a run and the checkpoints that it may resume from have in common.
 
-    flags: {name: value}; of two runs, those are compared that both have. If the folder
-    has no checkpoint yet, the flags are noted there, for the next run.
+    flags: {name: value}, those that decide what is learned; data_set: of training.
     """
-    folder = Path(folder)
-    file = folder / FLAGS
-    flags = {key: str(value) for key, value in flags.items()}
-    if not paths(folder, sharded):
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(flags, indent=1)
-        weights.write_atomically(file, lambda opened: opened.write(text.encode()))
-    elif file.exists():
-        noted = json.loads(file.read_text())
-        for key in sorted(noted.keys() & flags.keys()):
-            if noted[key] != flags[key]:
-                flag = f"--{key.replace('_', '-')}"
-                raise ValueError(
-                    f"the checkpoints in {folder} were written with {flag}"
-                    f" {noted[key]}, not {flags[key]}; use the same flags, or another"
-                    " directory"
-                )
+    known = {name: str(value) for name, value in flags.items()}
+    return {"flags": known, "data": data_set.fingerprint()}
 
 
-def find(folder, flags, sharded=False):
-    """Return (paths of the checkpoints, None), the latest first, or ([], why not).
+def has_identity(state):
+    """Return whether a checkpoint, or a manifest, says of which run it is."""
+    found = state.get("identity") if isinstance(state, dict) else None
+    return isinstance(found, dict) and found.keys() == {"flags", "data"}
 
-    flags, sharded: as for `check_flags` and `paths`, whose errors are the reasons. So
-    one process can look, and tell the others all that they need.
+
+def check(found, wanted):
+    """Raise ValueError if a checkpoint's identity is not that of this run.
+
+    Flags that only one of the two scripts has are not compared.
     """
-    try:
-        check_flags(folder, flags, sharded)
-        return paths(folder, sharded), None
-    except (OSError, ValueError) as error:
-        return [], " ".join(str(error).split())
+    before, now = found["flags"], wanted["flags"]
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(
+                f"written with --{name.replace('_', '-')} {before[name]}, not"
+                f" {now[name]}; use the same flags, or another directory"
+            )
+    if found["data"] != wanted["data"]:
+        raise ValueError(
+            "written by a run on other data; use the same data, or another directory"
+        )
+
+
+def first_problem(answers):
+    """Return why the ranks cannot all resume from a checkpoint; None if they can.
+
+    answers: of each rank, (checksum, problem), as `load` and `read_manifest` say them.
+    """
+    for _, problem in answers:
+        if problem:
+            return problem
+    if any(answer != answers[0] for answer in answers):
+        return "the ranks read different files"
+    return None
 
 
 # ---- one file each -------------------------------------------------------------------
 def save(folder, step, state, keep):
     """Write `state` as the checkpoint of a step, and remove all but the `keep` latest.
 
-    state: tensors, numbers, strings, lists and dicts of them. If the disk is full, say,
-    the earlier checkpoints stay, and a line on standard error says why.
+    state: tensors, numbers, strings, lists and dicts of them, among them `identity`. If
+    the disk is full, say, the earlier checkpoints stay, and a line on standard error
+    says why.
     """
     path = Path(folder, f"{name(step)}.pt")
     try:
@@ -98,41 +121,75 @@ def save(folder, step, state, keep):
         sys.stderr.write(f"step {step}: checkpoint not written ({reason})\n")
 
 
-def load(path, by_name=False):
-    """Return (what `save` wrote, its tensors on the CPU, None), or (None, why not).
+def load(path):
+    """Return (what `save` wrote, its checksum, None), or (None, None, why not).
 
-    It is refused if it is truncated, or damaged in any bit. The file is read once, into
-    memory, which for a moment holds it twice. Runs no code from it (weights_only=True).
-    by_name: whether the optimizer's state must name the weights, as a sharded model's
-    does; a plain optimizer numbers them.
+    Tensors are on the CPU. The file is refused if it is truncated, damaged in any bit,
+    or nothing that `save` wrote. It is read once, into memory, which for a moment holds
+    it twice. Runs no code from it (weights_only=True).
     """
     if not Path(path).exists():
-        return None, "it must be on a disk that every node sees"
+        return None, None, "it must be on a disk that every node sees"
     try:
-        content = io.BytesIO(Path(path).read_bytes())
-        with zipfile.ZipFile(content) as file:
+        content = Path(path).read_bytes()
+        with zipfile.ZipFile(io.BytesIO(content)) as file:
             damaged = file.testzip()  # torch.load does not look at the checksums
-        content.seek(0)
-        state = torch.load(content, map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a flipped bit can raise anything, even KeyError
         why = " ".join(str(error).split()).partition(". ")[0]
-        return None, why or type(error).__name__
+        return None, None, why or type(error).__name__
     if damaged:
-        return None, f"the checksum of {damaged} does not match"
-    if by_name and 0 in state["optimizer"]["state"]:
-        return None, "it is of a model that is not sharded"
-    return state, None
+        return None, None, f"the checksum of {damaged} does not match"
+    if not has_identity(state):
+        return None, None, "it does not say of which run it is"
+    return state, zlib.crc32(content), None
 
 
 # ---- folders -------------------------------------------------------------------------
-def publish(unfinished, path, keep):
-    """Give a folder that is complete its name, and remove all but the `keep` latest."""
+def publish(unfinished, path, identity, keep):
+    """Give a folder that is complete its name, and remove all but the `keep` latest.
+
+    Beside what torch wrote, it gets run.json: the run's identity, a digest of torch's
+    .metadata, and a number that no other folder has.
+    """
     try:
-        shutil.rmtree(path, ignore_errors=True)  # one that could not be read
+        metadata = digest((unfinished / ".metadata").read_bytes())
+        manifest = {"identity": identity, "metadata": metadata, "id": uuid.uuid4().hex}
+        text = json.dumps(manifest, indent=1).encode()
+        weights.write_atomically(unfinished / MANIFEST, lambda file: file.write(text))
+        remove(path)  # one that could not be read
         unfinished.rename(path)
         remove_others(path, keep)
     except OSError as error:
         sys.stderr.write(f"{path}: {error}\n")
+
+
+def read_manifest(path):
+    """Return (a folder's identity, run.json's digest, None), or (None, None, why not).
+
+    To be called before torch reads the folder, since .metadata is a pickle, which can
+    run any code. It is refused if it is not the one beside which run.json was written.
+    That finds a foreign or damaged folder, but not what somebody made on purpose.
+    """
+    if not path.exists():
+        return None, None, "it must be on a disk that every node sees"
+    try:
+        text = (path / MANIFEST).read_bytes()
+        manifest, metadata = json.loads(text), (path / ".metadata").read_bytes()
+    except FileNotFoundError as error:
+        return None, None, f"it has no {Path(error.filename).name}"
+    except (OSError, ValueError) as error:
+        return None, None, f"its {MANIFEST} cannot be read ({error})"
+    if not has_identity(manifest):
+        return None, None, f"its {MANIFEST} does not say of which run it is"
+    if manifest.get("metadata") != digest(metadata):
+        return None, None, f"its .metadata is not the one that {MANIFEST} describes"
+    return manifest["identity"], digest(text), None
+
+
+def digest(content):
+    """Return the SHA-256 of bytes, as text."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def reason(error):
@@ -149,21 +206,25 @@ def reason(error):
 
 # ---- both ----------------------------------------------------------------------------
 def remove(path):
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a file, a folder or a link, if it is there and can be removed.
+
+    What a link leads to stays.
+    """
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def remove_others(latest, keep):
     """Remove the checkpoints before `latest` except keep - 1, and unfinished ones."""
     folder = latest.parent
-    older = [each for each in paths(folder, latest.is_dir()) if each < latest]
     for path in folder.glob(".step-*.tmp"):
         remove(path)
+    older = [each for each in find(folder, latest.is_dir()) if each < latest]
     for path in older[keep - 1 :]:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             # otherwise what a crash leaves of it stays forever: it has no .metadata
             path = path.rename(path.with_name(f".{path.name}.tmp"))
         remove(path)

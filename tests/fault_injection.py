@@ -7,6 +7,7 @@ step, a forward pass, or an audit event, such as that a file is opened, renamed 
 removed. Where there is no such hook, a function of torch or of Python is replaced.
 """
 
+import errno
 import fnmatch
 import itertools
 import multiprocessing
@@ -57,12 +58,13 @@ def at_file_event(event, pattern, call, act):
     """Have `act()` called just before the n-th event of files with such a path.
 
     event: one of Python's audit events: "open", "os.remove", "shutil.rmtree", or
-    "os.rename", for which it is the new path that counts.
+    "os.rename", for which it is the new path that counts. A directory in which tempfile
+    makes a file without a name, to see if it can, is opened for both, and not counted.
     """
     count = itertools.count(1)
 
     def hook(name, arguments):
-        if name == event:
+        if name == event and not (name == "open" and arguments[2] & os.O_RDWR):
             path = str(arguments[name == "os.rename"])
             if fnmatch.fnmatch(path, pattern) and next(count) == call:
                 act()
@@ -177,6 +179,25 @@ def no_large_files(most, ranks=RANKS):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
+def full_at_file(event, pattern, call=1):
+    """Have the disk be full just at one event: see `at_file_event`."""
+
+    def refuse():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    at_file_event(event, pattern, call, refuse)
+
+
+def read_only_from(step, disk):
+    """Have a disk become read-only in a step of this run, as after an error of it."""
+
+    def remount(_):
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+    if os.environ["RANK"] == "0":
+        at_step(step, register_optimizer_step_pre_hook, remount)
+
+
 def slow_to_write(seconds):
     """Have every file take so long to be complete and get its name."""
 
@@ -189,17 +210,23 @@ def slow_to_write(seconds):
 
 def hide_checkpoints(*ranks):
     """Have these ranks not see the checkpoints, as without a shared disk."""
-    exists, glob = Path.exists, Path.glob
+    exists, iterdir = Path.exists, Path.iterdir
 
     def is_hidden(path):
         return path.name.startswith("step-")
 
-    def remaining(path, pattern):
-        return (each for each in glob(path, pattern) if not is_hidden(each))
+    def remaining(path):
+        return (each for each in iterdir(path) if not is_hidden(each))
 
     if os.environ["RANK"] in ranks:
         Path.exists = lambda path: not is_hidden(path) and exists(path)
-        Path.glob = remaining
+        Path.iterdir = remaining
+
+
+def in_folder(folder, *ranks):
+    """Have these ranks work in another folder, as if it were another disk."""
+    if os.environ["RANK"] in ranks:
+        os.chdir(folder)
 
 
 def use_mirror(url):

@@ -22,8 +22,8 @@ from tests.resume_harness import app_state
 from tests.resume_harness import take_step
 from tests.training import FakeLoader
 from tests.training import load_stage
+from tests.training import mesh_of
 from tests.training import plain
-from tests.training import ranks_of
 from tests.training import stage_args
 from tests.training import train_first_epoch
 
@@ -66,7 +66,7 @@ def take_steps(rank, processes, stage, *flags):
     args = stage_args(module, *FLAGS, *flags)
     torch.manual_seed(0)
     model = GPT(256, CONTEXT, args.width, args.depth, args.heads).to(args.dtype)
-    module.shard_model(args, model, *ranks_of(module, args))
+    module.shard_model(args, model, *mesh_of(module, args))
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), 3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)
     scaler = torch.amp.GradScaler("cpu", enabled=args.amp == "fp16")
@@ -120,9 +120,9 @@ def save_and_load(rank, processes, stage, folder):  # noqa: ARG001
         if event == "open" and str(arguments[0]).endswith(".pt"):
             seen.opened += 1
 
-    def load(path, **options):
+    def load(path):
         seen.loads += 1
-        return original(path, **options)
+        return original(path)
 
     original = checkpoint.load
     sys.addaudithook(note)

@@ -16,7 +16,7 @@ from common.gpt import GPT
 from nbtools.weights import max_abs_diff
 from tests.fault_injection import RANKS
 from tests.fault_injection import signalled
-from tests.training import ranks_of
+from tests.training import mesh_of
 from tests.training import small_workload
 from tests.training import start_stage
 from tests.training import train_in_forks
@@ -123,7 +123,7 @@ def read_state(path):
         with tempfile.TemporaryDirectory() as folder:
             dcp_to_torch_save(path, f"{folder}/whole.pt")
             return torch.load(f"{folder}/whole.pt", weights_only=False)["app"]
-    state, problem = checkpoint.load(path)
+    state, _, problem = checkpoint.load(path)
     assert problem is None
     return state
 
@@ -186,13 +186,15 @@ def app_state(stage, module, args, seed):
     if "text" in features(stage):
         model = GPT(256, 8, 20, 1, 2)
         if "shards" in features(stage):
-            module.shard_model(args, model, *ranks_of(module, args))
+            module.shard_model(args, model, *mesh_of(module, args))
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     else:
         model = torch.nn.Embedding(256, 20)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    return module.AppState(model, optimizer, scheduler, torch.amp.GradScaler("cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    identity = {"flags": {"seed": "0"}, "data": "0"}
+    return module.AppState(model, optimizer, scheduler, scaler, identity)
 
 
 def take_step(state):

@@ -1,6 +1,8 @@
 """common/checkpoint.py loads what it saved, and nothing damaged or incomplete."""
 
+import errno
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -15,12 +17,16 @@ from torch.distributed import checkpoint as dcp
 
 from common import checkpoint
 from common import weights
+from common.text import TextWindows
 from tests.resume_harness import step_of
+
+IDENTITY = {"flags": {"lr": "0.1", "seed": "0"}, "data": "f7"}
 
 
 def state_of(step, size=10):
     """Return what stands for the state of a run after a step."""
-    return {"model": {"weight": torch.full((size, size), float(step))}, "step": step}
+    weight = torch.full((size, size), float(step))
+    return {"model": {"weight": weight}, "identity": IDENTITY, "step": step}
 
 
 def save(folder, *steps, keep=2, size=10):
@@ -35,13 +41,13 @@ def save_folder(folder, step, keep=2):
     path = folder / checkpoint.name(step)
     unfinished = path.with_name(f".{path.name}.tmp")
     dcp.save(state_of(step), checkpoint_id=unfinished, no_dist=True)
-    checkpoint.publish(unfinished, path, keep)
+    checkpoint.publish(unfinished, path, IDENTITY, keep)
     return path
 
 
 def steps_in(folder, sharded=False):
     """Return the steps of the checkpoints, the latest first."""
-    return [step_of(path) for path in checkpoint.paths(folder, sharded)]
+    return [step_of(path) for path in checkpoint.find(folder, sharded)]
 
 
 def names(folder):
@@ -52,21 +58,23 @@ def names(folder):
 def test_what_was_saved_is_loaded(tmp_path):
     folder = tmp_path / "new/folder"
     path = save(folder, 6, 7)
-    assert checkpoint.paths(folder)[0] == path
-    state, problem = checkpoint.load(path)
+    assert checkpoint.find(folder)[0] == path
+    state, _, problem = checkpoint.load(path)
     assert problem is None and state["step"] == 7
     assert torch.equal(state["model"]["weight"], torch.full((10, 10), 7.0))
 
 
 def test_in_an_empty_folder_or_none_there_is_no_checkpoint(tmp_path):
-    assert checkpoint.find(tmp_path, {}) == ([], None)
-    assert checkpoint.find(tmp_path / "missing", {}) == ([], None)
+    assert checkpoint.find(tmp_path) == []
+    assert checkpoint.find(tmp_path / "missing") == []
+    assert not names(tmp_path)
 
 
 def test_a_path_that_this_node_does_not_see(tmp_path):
     path = tmp_path / "step-000000007.pt"
     why = "it must be on a disk that every node sees"
-    assert checkpoint.load(path) == (None, why)
+    assert checkpoint.load(path) == (None, None, why)
+    assert checkpoint.read_manifest(path.with_suffix("")) == (None, None, why)
 
 
 def test_a_file_is_read_once(tmp_path):
@@ -74,21 +82,10 @@ def test_a_file_is_read_once(tmp_path):
     path = save(tmp_path, 1, size=2000)  # 16 MB
     characters = Path("/proc/self/io").read_text
     before = int(re.search(r"rchar: (\d+)", characters())[1])
-    _, problem = checkpoint.load(path)
+    *_, problem = checkpoint.load(path)
     read = int(re.search(r"rchar: (\d+)", characters())[1]) - before
     assert problem is None
     assert 1 <= read / path.stat().st_size < 1.1
-
-
-def test_the_optimizers_state_must_name_the_weights_if_asked_for(tmp_path):
-    for step, key in ((1, 0), (2, "weight")):
-        state = {"optimizer": {"state": {key: {"step": 3}}}}
-        checkpoint.save(tmp_path, step, state, keep=2)
-    by_name, by_number = checkpoint.paths(tmp_path)
-    assert checkpoint.load(by_number)[1] is None
-    assert checkpoint.load(by_name, by_name=True)[1] is None
-    refused = "it is of a model that is not sharded"
-    assert checkpoint.load(by_number, by_name=True) == (None, refused)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -121,7 +118,7 @@ def test_what_killed_saves_have_left_is_removed(sharded, tmp_path):
 def test_one_that_was_skipped_stays_until_a_later_step_is_saved(tmp_path):
     """It may be valid: perhaps only a read failed."""
     save(tmp_path, 40, 50, 60)
-    latest, _ = checkpoint.paths(tmp_path)
+    latest, _ = checkpoint.find(tmp_path)
     latest.write_bytes(b"")
     save(tmp_path, 55)
     assert steps_in(tmp_path) == [60, 55, 50]
@@ -156,7 +153,7 @@ def with_a_bit_flipped(path):
     content = bytearray(path.read_bytes())
     content[largest.header_offset + largest.file_size // 2] ^= 1
     path.write_bytes(content)
-    weights.load(path)
+    torch.load(path, weights_only=True)
 
 
 def in_the_old_format(path):
@@ -200,8 +197,8 @@ def test_a_corrupt_file_is_not_loaded_and_one_line_says_why(damage, tmp_path):
     path = save(tmp_path, 1, size=100)
     damage(path)
     files = names(tmp_path)
-    state, problem = checkpoint.load(path)
-    assert state is None
+    state, checksum, problem = checkpoint.load(path)
+    assert state is checksum is None
     assert 5 < len(problem) < 120 and "\n" not in problem
     assert names(tmp_path) == files
     assert not (tmp_path / "was-run").exists()
@@ -217,13 +214,13 @@ def test_a_pickle_that_would_run_code_runs_it_if_torch_lets_it(tmp_path):
 def test_no_flipped_bit_loads_other_values(tmp_path, capsys):
     """It is noticed, or it is one that changes nothing, such as a date."""
     path = save(tmp_path, 1)
-    good, (expected, _) = path.read_bytes(), checkpoint.load(path)
+    good, (expected, *_) = path.read_bytes(), checkpoint.load(path)
     noticed = 0
     for place in range(0, len(good), 7):
         content = bytearray(good)
         content[place] ^= 1 << place % 8
         path.write_bytes(content)
-        state, problem = checkpoint.load(path)
+        state, _, problem = checkpoint.load(path)
         if problem:
             noticed += 1
             continue
@@ -240,7 +237,7 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path):
     shutil.copytree(path, tmp_path / ".step-000000002.tmp")
     shutil.copytree(path, tmp_path / "step-000000003")
     (tmp_path / "step-000000003/.metadata").unlink()
-    assert checkpoint.paths(tmp_path, sharded=True) == [path]
+    assert checkpoint.find(tmp_path, sharded=True) == [path]
 
 
 def test_a_folder_replaces_one_of_the_same_step(tmp_path):
@@ -248,12 +245,12 @@ def test_a_folder_replaces_one_of_the_same_step(tmp_path):
     path = save_folder(tmp_path, 1)
     (path / "left over").touch()
     assert save_folder(tmp_path, 1) == path
-    assert names(path) == {".metadata", "__0_0.distcp"}
+    assert names(path) == {".metadata", "__0_0.distcp", "run.json"}
 
 
 def test_what_cannot_be_renamed_is_named(tmp_path, capsys):
     path = tmp_path / checkpoint.name(1)
-    checkpoint.publish(tmp_path / ".missing.tmp", path, 2)
+    checkpoint.publish(tmp_path / ".missing.tmp", path, IDENTITY, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}: ")
 
@@ -273,62 +270,22 @@ def test_an_interrupt_is_no_failure_of_a_checkpoint():
         checkpoint.reason(error)
 
 
-# ---- of the other kind, and with other flags -----------------------------------------
+# ---- of the other kind ---------------------------------------------------------------
 def test_checkpoints_of_the_other_kind_are_refused(tmp_path):
     files, folders = tmp_path / "files", tmp_path / "folders"
     save(files, 1)
     save_folder(folders, 1)
     with pytest.raises(ValueError, match=r"are one file each, and .*are folders; name"):
-        checkpoint.paths(files, sharded=True)
+        checkpoint.find(files, sharded=True)
     with pytest.raises(ValueError, match=r"are folders, and .* one file each; name"):
-        checkpoint.paths(folders)
+        checkpoint.find(folders)
 
 
 def test_both_kinds_in_one_folder(tmp_path):
     """Each script finds its own."""
     file, folder = save(tmp_path, 1), save_folder(tmp_path, 2)
-    assert checkpoint.paths(tmp_path) == [file]
-    assert checkpoint.paths(tmp_path, sharded=True) == [folder]
-
-
-def test_other_flags_are_refused_once_there_is_a_checkpoint(tmp_path):
-    checkpoint.check_flags(tmp_path, {"lr": 0.1, "clip_grad": None})
-    checkpoint.check_flags(tmp_path, {"lr": 0.2, "clip_grad": None})  # nothing saved
-    save(tmp_path, 1)
-    checkpoint.check_flags(tmp_path, {"lr": 0.2, "clip_grad": None})
-    for flags, words in (
-        ({"lr": 0.3}, "--lr 0.2, not 0.3; use the same flags, or another directory"),
-        ({"clip_grad": 1.0, "lr": 0.2}, "--clip-grad None, not 1.0;"),
-    ):
-        with pytest.raises(ValueError, match=f"were written with {words}"):
-            checkpoint.check_flags(tmp_path, flags)
-    assert names(tmp_path) == {checkpoint.FLAGS, "step-000000001.pt"}
-
-
-def test_checkpoints_stay_valid_when_a_script_gains_or_loses_a_flag(tmp_path):
-    checkpoint.check_flags(tmp_path, {"lr": 0.1, "removed": 1})
-    save(tmp_path, 1)
-    checkpoint.check_flags(tmp_path, {"lr": 0.1, "added": 2})
-
-
-def test_a_folder_without_noted_flags_is_taken_as_it_is(tmp_path):
-    save(tmp_path, 1)
-    checkpoint.check_flags(tmp_path, {"lr": 0.1})
-    assert names(tmp_path) == {"step-000000001.pt"}
-
-
-def test_what_a_folder_may_not_be_used_for_is_a_reason(tmp_path):
-    """Which can be sent to other processes, and is one line."""
-    folder = tmp_path / "files"
-    assert checkpoint.find(folder, {"lr": 0.1}) == ([], None)
-    path = save(folder, 1)
-    assert checkpoint.find(folder, {"lr": 0.1}) == ([path], None)
-    found, why = checkpoint.find(folder, {"lr": 0.2})
-    assert found == [] and "were written with --lr 0.1, not 0.2" in why
-    found, why = checkpoint.find(folder, {"lr": 0.1}, sharded=True)
-    assert found == [] and "name another directory" in why
-    found, why = checkpoint.find(path / "below a file", {})
-    assert found == [] and "Not a directory" in why
+    assert checkpoint.find(tmp_path) == [file]
+    assert checkpoint.find(tmp_path, sharded=True) == [folder]
 
 
 def test_a_model_survives(tmp_path):
@@ -338,8 +295,173 @@ def test_a_model_survives(tmp_path):
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["identity"] = IDENTITY
     checkpoint.save(tmp_path, 1, state, keep=1)
-    loaded, _ = checkpoint.load(*checkpoint.paths(tmp_path))
+    loaded, *_ = checkpoint.load(*checkpoint.find(tmp_path))
     momentum = loaded["optimizer"]["state"][0]["momentum_buffer"]
     assert torch.equal(momentum, torch.ones(2, 3))
     assert torch.equal(loaded["model"]["bias"], model.bias.data)
+
+
+# ---- whose it is ---------------------------------------------------------------------
+def identity(text="0123456789", **flags):
+    """Return the identity of a run on this text."""
+    tokens = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return checkpoint.identity(flags, TextWindows(tokens, 2))
+
+
+def test_the_identity_of_another_run_is_refused():
+    """In words that name the flag, as it is typed, and both its values."""
+    ours = identity(lr=0.1, clip_grad=None)
+    checkpoint.check(identity(lr=0.1, clip_grad=None), ours)
+    for other, words in (
+        (identity(lr=0.3, clip_grad=None), "written with --lr 0.3, not 0.1; use the"),
+        (identity(lr=0.1, clip_grad=1.0), "written with --clip-grad 1.0, not None;"),
+        (
+            identity("012345678_", lr=0.1),
+            "written by a run on other data; use the same",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}.* or another directory$"):
+            checkpoint.check(other, ours)
+
+
+def test_checkpoints_stay_valid_when_a_script_gains_or_loses_a_flag():
+    checkpoint.check(identity(lr=0.1, removed=1), identity(lr=0.1, added=2))
+
+
+def of_a_list(path):
+    torch.save([1, 2], path)
+
+
+def of_weights(path):
+    torch.save(nn.Linear(3, 2).state_dict(), path)
+
+
+def of_a_run_before_identities(path):
+    state = state_of(1)
+    del state["identity"]
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("foreign", [of_a_list, of_weights, of_a_run_before_identities])
+def test_a_file_without_identity_is_no_checkpoint(foreign, tmp_path):
+    path = save(tmp_path, 1)
+    foreign(path)
+    why = "it does not say of which run it is"
+    assert checkpoint.load(path) == (None, None, why)
+
+
+def test_a_folder_says_whose_it_is_before_torch_reads_it(tmp_path):
+    path = save_folder(tmp_path, 1)
+    found, digest, problem = checkpoint.read_manifest(path)
+    assert (found, problem) == (IDENTITY, None)
+    assert len(digest) == 64
+
+
+def without_manifest(path):
+    (path / checkpoint.MANIFEST).unlink()
+
+
+def without_metadata(path):
+    (path / ".metadata").unlink()
+
+
+def with_metadata_that_runs_code(path):
+    spy = pickle.dumps(Spy(path.parent / "was-run"))
+    (path / ".metadata").write_bytes(spy)
+
+
+def with_half_a_manifest(path):
+    manifest = path / checkpoint.MANIFEST
+    manifest.write_text(manifest.read_text()[:30])
+
+
+def with_a_manifest_of_a_number(path):
+    (path / checkpoint.MANIFEST).write_text("3")
+
+
+def with_a_manifest_of_another_tool(path):
+    (path / checkpoint.MANIFEST).write_text('{"id": "a run of its own"}')
+
+
+@pytest.mark.parametrize(
+    "damage, why",
+    [
+        (without_manifest, "it has no run.json"),
+        (without_metadata, "it has no .metadata"),
+        (with_metadata_that_runs_code, "its .metadata is not the one that run.json"),
+        (with_half_a_manifest, "its run.json cannot be read"),
+        (with_a_manifest_of_a_number, "its run.json does not say of which run"),
+        (with_a_manifest_of_another_tool, "its run.json does not say of which run"),
+    ],
+)
+def test_a_folder_that_is_not_of_a_run_is_not_read(damage, why, tmp_path):
+    path = save_folder(tmp_path, 1)
+    damage(path)
+    found, digest, problem = checkpoint.read_manifest(path)
+    assert found is digest is None
+    assert problem.startswith(why) and "\n" not in problem
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_all_ranks_must_read_the_same_file():
+    assert checkpoint.first_problem([[7, None], [7, None]]) is None
+    assert checkpoint.first_problem([[7, None], [None, "truncated"]]) == "truncated"
+    differ = "the ranks read different files"
+    assert checkpoint.first_problem([[7, None], [8, None]]) == differ
+
+
+# ---- what else is in the folder ------------------------------------------------------
+@pytest.mark.parametrize("sharded", [False, True], ids=["files", "folders"])
+def test_other_files_are_neither_loaded_nor_removed(sharded, tmp_path):
+    """Copies under names of one's own, for instance."""
+    one = save_folder if sharded else save
+    suffix = "" if sharded else ".pt"
+    others = {f"step-000000009{each}{suffix}" for each in ("-keep", "_best", "0")}
+    for name in others:
+        path = one(tmp_path, 9)
+        path.rename(tmp_path / name)
+    for step in (10, 11, 12):
+        one(tmp_path, step)
+    assert names(tmp_path) - others == {f"step-{n:09}{suffix}" for n in (11, 12)}
+    assert others < names(tmp_path)
+    assert steps_in(tmp_path, sharded) == [12, 11]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["files", "folders"])
+def test_what_a_link_leads_to_stays(sharded, tmp_path):
+    """A checkpoint that was moved to an archive, say."""
+    one = save_folder if sharded else save
+    path = one(tmp_path, 1)
+    archive = tmp_path / "archive"
+    path.rename(archive)
+    path.symlink_to(archive)
+    before = contents(archive)
+    assert steps_in(tmp_path, sharded) == [1]
+    for step in (2, 3, 1):  # then a run that begins again
+        one(tmp_path, step)
+        assert contents(archive) == before
+    assert not path.is_symlink()
+
+
+def contents(path):
+    """Return the bytes of a file, or of the files in a folder."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return {each: each.read_bytes() for each in files}
+
+
+def test_what_cannot_be_removed_is_left(tmp_path, monkeypatch):
+    """On a file system that has become read-only, writing says what is wrong."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("folder", "file", "missing"):
+        checkpoint.remove(tmp_path / name)
+    assert names(tmp_path) == {"folder", "file"}

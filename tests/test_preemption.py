@@ -9,7 +9,9 @@ import signal
 from functools import partial
 
 import pytest
+import torch
 
+from nbtools import harness
 from nbtools.harness import LIMIT
 from nbtools.harness import assert_gone
 from nbtools.harness import family
@@ -39,6 +41,7 @@ from tools.stages import first_with
 from tools.stages import with_feature
 
 STAGE, *LATER = with_feature("signals")
+SHORT = f"{STAGE}/demos/stop_in_time.py"
 SPLITS = first_with("tensor_parallel")
 
 
@@ -76,7 +79,7 @@ SIGNALS = [
     (3, ["SIGTERM"], ["0"], 3),
     (4, ["SIGUSR1"], ["1"], 4),  # the first step after resuming
     (10, ["SIGTERM"], RANKS, 10),  # the last of an epoch
-    (16, ["SIGUSR1", "SIGTERM", "SIGUSR1"], RANKS, 16),
+    (16, ["SIGUSR1", "SIGTERM", "SIGINT", "SIGUSR1"], RANKS, 16),
     (20, ["SIGUSR1", "SIGUSR1"], ["1"], 20),
 ]
 
@@ -212,6 +215,21 @@ def test_a_signal_during_the_last_evaluation_changes_nothing(run, reference):
     assert_same(run.out_dir, reference)
 
 
+# ---- the script that is copied -------------------------------------------------------
+def test_the_short_script_saves_the_bare_model(tmp_path):
+    """Otherwise a program without DDP cannot load them."""
+    command = f"torchrun --standalone --nproc-per-node=1 {SHORT} --checkpoint-dir"
+    harness.run(
+        [*command.split(), tmp_path / "saved"],
+        code=STOPPED,
+        forks=True,
+        prepare=partial(signalled, 3, "SIGTERM"),
+    )
+    state = torch.load(tmp_path / "saved/step-000000003.pt", weights_only=True)
+    assert not [name for name in state["model"] if name.startswith("module.")]
+    torch.nn.Linear(8, 1).load_state_dict(state["model"])
+
+
 # ---- the workers of the loaders ------------------------------------------------------
 @pytest.mark.parametrize(
     "start_method",  # Python 3.14 made forkserver the default
@@ -261,15 +279,18 @@ register_optimizer_step_post_hook(wait)
 """
 
 
-def test_torchrun_is_stopped(run, two, reference, tmp_path):
-    """It hands SIGTERM on to the ranks."""
+@pytest.mark.parametrize(
+    "stop, saved", [(signal.SIGTERM, [3]), only_in_release(signal.SIGINT, [])]
+)
+def test_torchrun_is_stopped(stop, saved, run, two, reference, tmp_path):
+    """It hands the signal on to the ranks, which save at SIGTERM and not at Ctrl-C."""
     root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_3)
     with run.start(root=root, forks=False) as job:
         job.wait_for("in step 3", times=two)
-        os.kill(job.pid, signal.SIGTERM)
+        os.killpg(job.pid, stop)
         assert job.wait().returncode not in (0, "hung")
         assert_gone(job.processes, [], LIMIT)
-    assert run.steps() == [3]
+    assert run.steps() == saved
     assert not run.out_dir.exists()
     assert_resumes_and_finishes(run, reference)
 

@@ -6,11 +6,13 @@ test_checkpoint.py.
 """
 
 import itertools
+import json
 import random
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import time
 from functools import partial
 
@@ -19,15 +21,18 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
+from common import checkpoint
 from common.loader import collate
 from common.loader import skip_first_batches
 from nbtools import harness
 from nbtools.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import hide_checkpoints
+from tests.fault_injection import in_folder
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import no_large_files
+from tests.fault_injection import read_only_from
 from tests.fault_injection import signalled_at_file
 from tests.fault_injection import signalled_while_evaluating
 from tests.resume_harness import EVERY_4
@@ -52,6 +57,7 @@ from tests.training import plain
 from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
+from tools.stages import ROOT
 from tools.stages import features
 from tools.stages import first_with
 from tools.stages import registry
@@ -409,23 +415,23 @@ def assert_refused(run, done, named):
     since="checkpoints",
     what="the checkpoints were written with another learning rate, batch, model, seed,"
     " number of epochs, or any other flag that can change the weights",
-    sees="`train.py: error: --checkpoint-dir: ... were written with --..., not ...; use"
-    " the same flags, or another directory`; exit code 2",
+    sees="`train.py: error: --checkpoint-dir: ...: written with --..., not ...; use the"
+    " same flags, or another directory`; exit code 2",
     lost="nothing is written or removed",
 )
 def test_a_run_with_other_flags_is_refused_by_all_ranks(stopped, fault):
     before = stopped.files()
     done = stopped.run("--lr", "0.1", code=2)
     fault.assert_seen(done.stderr)
-    named = f"the checkpoints in {stopped.checkpoint_dir} were written with --lr"
-    assert_refused(stopped, done, f"{named} 0.05, not 0.1;")
+    named = f"{stopped.paths()[0]}: written with --lr 0.05, not 0.1;"
+    assert_refused(stopped, done, named)
     assert stopped.files() == before
 
 
 COMPARED = {"epochs", "batch_size", "lr", "weight_decay", "seed", "dtype", "amp"}
 COMPARED |= {"clip_grad", "tf32", "deterministic"}
 OF_IMAGES = {"data", "image_size", "images", "arch", "pretrained", "memory_format"}
-OF_TEXT = {"text_file", "context_length", "width", "depth", "heads"}
+OF_TEXT = {"context_length", "width", "depth", "heads"}
 
 
 @pytest.mark.usefixtures("group")
@@ -436,6 +442,7 @@ def test_every_flag_is_compared_unless_it_may_differ(stage, tmp_path, capsys):
     compared = COMPARED | (OF_TEXT if "text" in features(stage) else OF_IMAGES)
     assert args.fixed().keys() == compared
     state = app_state(stage, module, args, 0)
+    state.identity = checkpoint.identity(args.fixed(), NoData)
     module.load_latest(args, state)
     take_step(state)
     module.save_checkpoint(args, state)
@@ -443,6 +450,7 @@ def test_every_flag_is_compared_unless_it_may_differ(stage, tmp_path, capsys):
         other = stage_args(module, "--checkpoint-dir", tmp_path)
         if name != "checkpoint_dir":
             setattr(other, name, "another")
+        state.identity = checkpoint.identity(other.fixed(), NoData)
         capsys.readouterr()
         if name in args.may_differ:
             module.load_latest(other, state)
@@ -451,7 +459,14 @@ def test_every_flag_is_compared_unless_it_may_differ(stage, tmp_path, capsys):
             module.load_latest(other, state)
         (line,) = capsys.readouterr().err.splitlines()
         flag = f"--{name.replace('_', '-')}"
-        assert f"were written with {flag} {value}, not another; use" in line
+        assert f": written with {flag} {value}, not another; use" in line
+
+
+class NoData:
+    """A data set that has a fingerprint and nothing else."""
+
+    def fingerprint():
+        return "0"
 
 
 MAY_DIFFER = {
@@ -515,16 +530,111 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
     " 2",
     lost="nothing is written or removed",
 )
-def test_rank_0_decides_and_every_rank_reads(stopped, two, fault):  # noqa: ARG001
-    """Rank 1 looks for what rank 0 has seen; otherwise it would start from scratch."""
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, two, fault):  # noqa: ARG001
+    """All try what any rank sees: otherwise some would start from scratch."""
     before = stopped.files()
-    done = stopped.run(code=2, prepare=partial(hide_checkpoints, "1"))
+    done = stopped.run(code=2, prepare=partial(hide_checkpoints, rank))
     fault.assert_seen(done.stdout + done.stderr)
     lines = [line for line in done.stdout.splitlines() if "skipping" in line]
     why = "(it must be on a disk that every node sees)"
     assert lines == [f"skipping checkpoint {path} {why}" for path in stopped.paths()]
     assert_refused(stopped, done, f"no checkpoint in {stopped.checkpoint_dir} can be")
     assert stopped.files() == before
+
+
+# ---- whose checkpoint it is ----------------------------------------------------------
+each_kind = pytest.mark.parametrize(
+    "stage",
+    [
+        only_in_release(each, unless=each in (STAGE, SHARDS[0], IN_FOLDERS))
+        for each in STAGES
+    ],
+)
+
+
+@each_kind
+def test_a_checkpoint_is_of_one_run_wherever_it_is(stage, two, device, tmp_path):
+    """Copied alone into a new folder, it is refused to a run with another seed."""
+    run = Run(stage, tmp_path / "run", device, *EVERY_2, processes=two)
+    run.stop(7, "SIGKILL")
+    other = Run(stage, tmp_path / "other", device, *EVERY_2, processes=two)
+    path = other.checkpoint_dir / run.paths()[0].name
+    copy = shutil.copytree if run.paths()[0].is_dir() else shutil.copy
+    path.parent.mkdir(parents=True)
+    copy(run.paths()[0], path)
+    before = other.files()
+    done = other.run("--seed", "9", code=2)
+    assert_refused(other, done, f"{path}: written with --seed 0, not 9; use the same")
+    assert other.files() == before
+    assert resumed_from(other.run().stdout) == [6]
+
+
+@pytest.mark.fault(
+    since="checkpoints",
+    what="the data has changed under its name, a text for instance",
+    sees="`train.py: error: --checkpoint-dir: ...: written by a run on other data; use"
+    " the same data, or another directory`; exit code 2",
+    lost="nothing is written or removed",
+)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        only_in_release(each, unless=each in (SHARDS[0], IN_FOLDERS))
+        for each in with_feature("checkpoints", "text")
+    ],
+)
+def test_a_text_that_was_replaced_is_refused(stage, two, device, tmp_path, fault):
+    """The new one is as long, and differs in one byte."""
+    text = tmp_path / "text.txt"
+    text.write_bytes((ROOT / "common/text.txt").read_bytes()[:5000])
+    flags = (*EVERY_2, "--text-file", text)
+    run = Run(stage, tmp_path, device, *flags, processes=two)
+    run.stop(7, "SIGKILL")
+    before = run.files()
+    text.write_bytes(b"\0" + text.read_bytes()[1:])
+    done = run.run(code=2)
+    fault.assert_seen(done.stderr)
+    assert_refused(run, done, f"{run.paths()[0]}: written by a run on other data;")
+    assert run.files() == before
+
+
+def with_another_weight(path):
+    """Make of a checkpoint one of the same run and step that differs."""
+    if path.is_dir():
+        manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+        manifest["id"] = "of another save"
+        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    else:
+        state = read_state(path)
+        next(iter(state["model"].values())).add_(1)
+        torch.save(state, path)
+
+
+@pytest.mark.fault(
+    since="checkpoints",
+    without="shards",
+    what="each node has its own disk, and on it checkpoints of other runs or saves",
+    sees="`skipping checkpoint ... (the ranks read different files)`, and `train.py:"
+    " error: --checkpoint-dir: no checkpoint in ... can be read`; exit code 2",
+    lost="nothing is written or removed",
+)
+@pytest.mark.parametrize("stage", [STAGE, IN_FOLDERS])
+def test_ranks_that_read_different_checkpoints(stage, two, device, tmp_path, fault):
+    """Otherwise each would train on from its own, without an error."""
+    run = Run(stage, tmp_path / "disk", device, *EVERY_2, processes=two)
+    run.stop(7, "SIGKILL")
+    shutil.copytree(run.checkpoint_dir, tmp_path / "other/checkpoints")
+    for path in run.paths():
+        with_another_weight(tmp_path / "other/checkpoints" / path.name)
+    before = run.files()
+    prepare = partial(in_folder, tmp_path / "other", "1")
+    options = {"cwd": run.folder, "prepare": prepare, "code": 2}
+    done = run.run("--checkpoint-dir", "checkpoints", **options)
+    fault.assert_seen(done.stdout + done.stderr)
+    assert done.stdout.count("(the ranks read different files)") == 2
+    assert_refused(run, done, "no checkpoint in checkpoints can be read")
+    assert run.files() == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(stopped):
@@ -558,12 +668,14 @@ def test_corrupt_checkpoints_are_skipped(
     run.stop(7, "SIGKILL")
     latest, older = run.paths()
     latest.write_bytes(latest.read_bytes()[:-5000])
-    later = latest.with_name("step-000000020.pt")
-    later.write_text("not a checkpoint")
+    later = [latest.with_name(f"step-0000000{n}.pt") for n in (20, 18, 16)]
+    later[0].write_text("not a checkpoint")
+    torch.save(read_state(older)["model"], later[1])
+    torch.save([1, 2], later[2])
     done = run.run()
     fault.assert_seen(done.stdout)
     lines = [line for line in done.stdout.splitlines() if "skipping" in line]
-    for path, line in zip((later, latest), lines, strict=True):
+    for path, line in zip((*later, latest), lines, strict=True):
         assert str(path) in line
     assert not any("skipping" in one.stderr for one in done.ranks[1:])
     assert resumed_from(done.stdout) == [step_of(older)] == [4]
@@ -577,8 +689,7 @@ def test_corrupt_checkpoints_are_skipped(
     what="a checkpoint cannot be written because the disk is full",
     sees="`step ...: checkpoint not written (...)`; the training continues",
     lost="nothing: the earlier checkpoints stay; with `--out-dir` on the same disk, a"
-    " line says that its files were not written, and without those of the last epoch"
-    " the exit code is 1",
+    " line says that its files were not written, and the exit code is 1",
 )
 def test_a_full_disk_ends_no_run(stopped, trained, fault):
     """The weights alone, without the optimizer's state, still fit."""
@@ -592,6 +703,41 @@ def test_a_full_disk_ends_no_run(stopped, trained, fault):
     assert not any("not written" in one.stderr for one in others)
     assert stopped.files() == before
     assert_same(stopped.out_dir, uninterrupted(trained, STAGE, stopped.processes))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of its own, in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)]
+    if subprocess.run(words, check=False).returncode:
+        pytest.skip("mount needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.fault(
+    since="checkpoints",
+    what="the disk with the checkpoints becomes read-only",
+    sees="`step ...: checkpoint not written (...Read-only file system...)`; the"
+    " training continues",
+    lost="nothing: the earlier checkpoints stay",
+)
+@each_kind
+def test_a_disk_that_becomes_read_only_ends_no_run(
+    stage, disk, trained, two, device, tmp_path, fault
+):
+    run = Run(stage, tmp_path, device, *EVERY_4, processes=two)
+    flags = ("--checkpoint-dir", disk / "checkpoints")
+    done = run.run(*flags, prepare=partial(read_only_from, 6, disk))
+    printed = done.stdout + done.stderr
+    fault.assert_seen(printed)
+    pattern = r"^step (\d+): checkpoint not written \(.*Read-only file system.*\)$"
+    assert re.findall(pattern, printed, re.M) == ["8", "10", "12", "16", "20"]
+    (path,) = (disk / "checkpoints").iterdir()
+    assert step_of(path) == read_state(path)["step"] == 4
+    assert_same(run.out_dir, uninterrupted(trained, stage, two))
 
 
 @pytest.mark.parametrize(
@@ -627,14 +773,14 @@ def test_checkpoints_of_another_kind_are_refused(before, after, two, device, tmp
     """A file in place of a folder, a folder of a file; an optimizer that has numbers.
 
     The optimizer of a plain model knows its weights by their numbers, that of a sharded
-    one by their names. Rank 0 reads it, and its end breaks the other's connection.
+    one by their names.
     """
     flags = ("--width", "20", "--heads", "2", "--checkpoint-every", "5")
     Run(before, tmp_path, device, *flags, processes=two).stop(6, "SIGKILL")
     run = Run(after, tmp_path, device, *flags, processes=two)
     files = run.files()
-    assert len(files) >= 2
-    done = run.run(code=None)
-    assert_one_error_line(done.ranks[0], "--checkpoint-dir: ")
-    assert 0 not in exit_codes(done)
+    assert files
+    done = run.run(code=2)
+    for one in done.ranks:
+        assert_one_error_line(one, "--checkpoint-dir: ")
     assert run.files() == files

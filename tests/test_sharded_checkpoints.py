@@ -6,6 +6,8 @@ subject of test_checkpoint.py.
 """
 
 import functools
+import os
+import pickle
 import re
 import shutil
 import signal
@@ -88,10 +90,24 @@ def of_another_model(path):
     path.write_bytes(content.replace(b"app.model.", b"app.madel."))
 
 
+class Spy:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def that_runs_code(path):
+    path.write_bytes(pickle.dumps(Spy(path.parents[2] / "was-run")))
+
+
 SHARD = "__0_0.distcp"
 DAMAGES = [(SHARD, damage) for damage in (truncated, missing, empty, of_text)]
 DAMAGES += [(".metadata", each) for each in (truncated, empty, of_text)]
-DAMAGES += [(".metadata", of_another_model)]
+DAMAGES += [(".metadata", of_another_model), (".metadata", that_runs_code)]
 
 
 @pytest.mark.parametrize("name, damage", DAMAGES)
@@ -104,18 +120,20 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
         take_step(first)
         module.save_checkpoint(args, first)
         kept.append([plain(each).detach().clone() for each in first.model.parameters()])
-    path, older = checkpoint.paths(args.checkpoint_dir, sharded=True)
+    path, older = checkpoint.find(args.checkpoint_dir, sharded=True)
     damage(path / name)
     before = contents(args.checkpoint_dir)
     capsys.readouterr()
     module.load_latest(args, second)
     line, resumed = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"skipping checkpoint {path} \(rank 0: .+\)", line)
+    why = "rank 0: .+" if name == SHARD else "its .metadata is not the one that .+"
+    assert re.fullmatch(rf"skipping checkpoint {path} \({why}\)", line)
     assert resumed == "resumed from step 1"
     assert second.step == 1 and second.scheduler.last_epoch == 1
     for one, other in zip(kept[0], second.model.parameters(), strict=True):
         assert torch.equal(one, plain(other))
     assert contents(args.checkpoint_dir) == before
+    assert not (args.checkpoint_dir.parent / "was-run").exists()
     damage(older / name)
     with pytest.raises(SystemExit, match="^2$"):
         module.load_latest(args, second)
@@ -132,7 +150,7 @@ def test_an_unfinished_folder_is_not_loaded(module, args, capsys):
     module.load_latest(args, first)
     take_step(first)
     module.save_checkpoint(args, first)
-    (path,) = checkpoint.paths(args.checkpoint_dir, sharded=True)
+    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
     shutil.copytree(path, args.checkpoint_dir / ".step-000000002.tmp")
     shutil.copytree(path, args.checkpoint_dir / "step-000000003")
     missing(args.checkpoint_dir / "step-000000003/.metadata")
@@ -147,11 +165,11 @@ def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
     module.load_latest(args, state)
     take_step(state)
     left = args.checkpoint_dir / ".step-000000001.tmp/__7_0.distcp"
-    left.parent.mkdir()
+    left.parent.mkdir(parents=True)
     left.write_bytes(b"of rank 7 of 8")
     module.save_checkpoint(args, state)
-    (path,) = checkpoint.paths(args.checkpoint_dir, sharded=True)
-    assert names(path) == {".metadata", SHARD}
+    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
+    assert names(path) == {".metadata", SHARD, checkpoint.MANIFEST}
 
 
 # ---- runs that are killed ------------------------------------------------------------
@@ -188,11 +206,7 @@ def test_kills_while_a_checkpoint_is_written(kills, trained, two, device, tmp_pa
     run.run()
     assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
     run.assert_no_step_is_lost_or_doubled()
-    assert names(run.checkpoint_dir) == {
-        checkpoint.FLAGS,
-        "step-000000016",
-        "step-000000020",
-    }
+    assert names(run.checkpoint_dir) == {"step-000000016", "step-000000020"}
 
 
 def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_path):
@@ -290,11 +304,11 @@ def test_a_kill_while_a_thread_saves(tmp_path):
     saved = tmp_path / "saved"
     all_flags = [*flags, "--checkpoint-dir", saved]
     torchrun(tmp_path, "demos/killed_in_the_thread.py", *all_flags, code=1)
-    checkpoints = {"step-000000006", "step-000000010"}
-    assert names(saved) == {*checkpoints, ".step-000000012.tmp", checkpoint.FLAGS}
+    checkpoints = {"step-000000006", "step-000000011"}
+    assert names(saved) == {*checkpoints, ".step-000000012.tmp"}
     program, out = "demos/asynchronous_saves.py", ("--out-dir", tmp_path / "resumed")
-    assert resumed_from(torchrun(tmp_path, program, *all_flags, *out).stdout) == [10]
-    assert names(saved) == {"step-000000018", "step-000000020", checkpoint.FLAGS}
+    assert resumed_from(torchrun(tmp_path, program, *all_flags, *out).stdout) == [11]
+    assert names(saved) == {"step-000000018", "step-000000022"}
     torchrun(tmp_path, "train.py", *flags, "--out-dir", tmp_path / "whole")
     last = [tmp_path / run / "last.pt" for run in ("resumed", "whole")]
     assert max_abs_diff(*last) == 0

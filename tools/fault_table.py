@@ -27,7 +27,9 @@ every epoch. They are enough to use the network, but not enough to resume its tr
 From stage {checkpoints} on, a run resumes from the latest checkpoint in
 `--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
 steps. From stage {sharded_checkpoints} on, a checkpoint is a folder, which all
-processes write.
+processes write. Torch unpickles it, which can run any code. A folder that is damaged or
+of another run is refused before that, but not one that somebody made on purpose. So
+name a directory in which only people whom you trust can write.
 
 From stage {signals} on, a run that is told to stop finishes the step and writes a
 checkpoint. *Nothing* is lost only if that takes less time than the sender
