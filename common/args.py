@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from common.weights import read_metrics
+
 DATA_SETS = ("digits", "fashionmnist", "cifar10", "cifar100", "imagefolder", "fake")
 
 
@@ -94,12 +96,16 @@ positive_float = number(float, gt=0)
 
 def writable_dir(text):
     """Argparse type: a directory that exists or can be made. It is not made yet."""
+    if not text or "://" in text:  # an unset variable, or an address in a bucket
+        raise argparse.ArgumentTypeError(f"{text!r} is not the path of a directory")
     path = Path(text)
     parents = (path, *path.absolute().parents)
-    existing = next(parent for parent in parents if parent.exists())
-    if not existing.is_dir():
-        raise argparse.ArgumentTypeError(f"{existing} is a file, not a directory")
+    existing = next(parent for parent in parents if os.path.lexists(parent))
     try:
+        if not existing.is_dir():  # a file, or a link to nowhere
+            raise argparse.ArgumentTypeError(f"{existing} is not a directory")
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # fails if the name is too long
         # Also a disk that is full, or a quota, is found now and not after an epoch.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(4096))
@@ -107,8 +113,18 @@ def writable_dir(text):
             os.fsync(file.fileno())
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"{existing} is not writable ({error.strerror})"
+            f"{path} is not writable ({error.strerror})"
         ) from error
+    return path
+
+
+def metrics_dir(text):
+    """Argparse type: a directory as `writable_dir`, with no other tool's metrics."""
+    path = writable_dir(text)
+    try:
+        read_metrics(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return path
 
 
@@ -125,8 +141,11 @@ def writable_file(text):
 def existing_file(text):
     """Argparse type: a file that exists."""
     path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    try:
+        if not path.is_file():
+            raise argparse.ArgumentTypeError(f"there is no file {text}")
+    except OSError as error:  # in a directory of another user, or too long a name
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     return path
 
 
@@ -258,7 +277,7 @@ class ArgumentParser(argparse.ArgumentParser):
         add(
             "--out-dir",
             may_differ=True,
-            type=writable_dir,
+            type=metrics_dir,
             help="write metrics.jsonl, last.pt and best.pt here after every epoch",
         )
         add(
@@ -331,6 +350,30 @@ class ArgumentParser(argparse.ArgumentParser):
             help="order of images and features in memory",
         )
 
+    def add_checkpoint_arguments(self):
+        """Add the flags of checkpoints, for the stages that save them."""
+        add = self.add_argument
+        add(
+            "--checkpoint-dir",
+            may_differ=True,
+            type=writable_dir,
+            help="save here; resume from the latest; where no stranger can write",
+        )
+        add(
+            "--checkpoint-every",
+            may_differ=True,
+            type=positive_int,
+            default=100,
+            help="steps between checkpoints; there is also one after every epoch",
+        )
+        add(
+            "--keep-checkpoints",
+            may_differ=True,
+            type=positive_int,
+            default=2,
+            help="how many to keep",
+        )
+
     def error(self, message):
         fail(message.removeprefix("argument "))
 
@@ -361,11 +404,12 @@ class ArgumentParser(argparse.ArgumentParser):
                 " choose an --arch"
             )
         needs_dir = args.data not in ("digits", "fake") and not args.download
-        if needs_dir and not args.data_dir.is_dir():
-            self.error(
-                f"--data-dir {args.data_dir}: no such directory; name the one that"
-                f" holds {args.data}, or add --download"
-            )
+        with one_line_errors("--data-dir:"):
+            if needs_dir and not args.data_dir.is_dir():
+                self.error(
+                    f"--data-dir {args.data_dir}: no such directory; name the one that"
+                    f" holds {args.data}, or add --download"
+                )
         if args.workers is None:
             in_files = args.data == "imagefolder" and args.device.type == "cuda"
             processes = getattr(args, "nproc", 1)  # where a launcher starts them
@@ -379,6 +423,7 @@ class TextArgumentParser(ArgumentParser):
         add = self.add_argument
         add(
             "--text-file",
+            may_differ=True,  # a checkpoint has a fingerprint of the text
             type=existing_file,
             metavar="FILE",
             help="train on its bytes, except the last tenth; None: common/text.txt",

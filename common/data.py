@@ -7,6 +7,7 @@ is a number in shared memory, so that workers see it change: `train_set.epoch.fi
 """
 
 import functools
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms import v2
+
+from common.loader import SampleError
 
 # Mean and standard deviation of each set's training images, per channel, on the scale 0
 # to 1.
@@ -66,7 +69,8 @@ class ImagesInMemory(Dataset):
         # The order in memory is [N, H, W, C], torch's channels_last: a row of a crop is
         # one piece.
         pixels = np.ascontiguousarray(images.permute(0, 2, 3, 1).numpy())
-        self.image_shape = pixels.shape[1:]
+        height, width, channels = pixels.shape[1:]
+        self.image_shape = (channels, height, width)
         border = (padding, padding)
         self.pixels = np.pad(pixels, ((0, 0), border, border, (0, 0)))
         self.labels = labels
@@ -88,6 +92,12 @@ class ImagesInMemory(Dataset):
         images = self.augmented(indices) if self.padding else self.pixels[indices]
         return torch.from_numpy(images).permute(0, 3, 1, 2), self.labels[indices]
 
+    def fingerprint(self):
+        """Return a text that differs if an image or a label does."""
+        found = hashlib.sha256(self.pixels)
+        found.update(self.labels.numpy())
+        return found.hexdigest()
+
     def offsets(self):
         """Return this epoch's int64 [N, 3]: rows and columns to cut off, and mirroring.
 
@@ -104,9 +114,9 @@ class ImagesInMemory(Dataset):
 
     def augmented(self, indices):
         """Return a random crop of each image, half of them mirrored: [B, H, W, C]."""
-        height, width, _ = self.image_shape
+        channels, height, width = self.image_shape
         offsets = self.offsets()[indices]
-        images = np.empty((len(indices), *self.image_shape), np.uint8)
+        images = np.empty((len(indices), height, width, channels), np.uint8)
         crops = zip(images, indices, offsets.tolist(), strict=True)
         for image, index, (down, right, _) in crops:
             image[:] = self.pixels[index, down : down + height, right : right + width]
@@ -119,7 +129,7 @@ class ImagesInMemory(Dataset):
 def read_image(path):
     """Return the image in a file as uint8 [3, H, W]; of 16 bits, the upper 8.
 
-    Raises ValueError, with the file's name, if it cannot.
+    Raises SampleError, with the file's name, if it cannot.
     """
     try:
         image = torchvision.io.decode_image(path, mode="RGB")  # faster than Pillow
@@ -140,17 +150,25 @@ def read_with_pillow(path):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise SampleError(f"{path}: {error}") from error
 
 
 class ImagesInFolder(datasets.ImageFolder):
     """torchvision's ImageFolder, its crops and flips drawn as described above."""
 
-    def __init__(self, root, transform, seed=0):
+    def __init__(self, root, transform, size, seed=0):
         super().__init__(root, transform, None, read_image)
+        self.image_shape = (3, size, size)
         self.num_classes = len(self.classes)
         self.seed = seed
         self.epoch = shared_epoch()
+
+    def fingerprint(self):
+        """Return a text that differs if the name or the class of a file does."""
+        names = (f"{Path(p).relative_to(self.root)} {n}\n" for p, n in self.samples)
+        return hashlib.sha256(
+            "".join(names).encode(errors="surrogateescape")
+        ).hexdigest()
 
     def __getitem__(self, index):
         key = (self.seed, int(self.epoch.numpy()), index)
@@ -205,8 +223,8 @@ def image_folder(folder, size, seed):
     """Return the sets of a folder in ImageNet's layout: train/CLASS/*, val/CLASS/*."""
     augment = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
     center = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]
-    train_set = ImagesInFolder(Path(folder, "train"), v2.Compose(augment), seed)
-    val_set = ImagesInFolder(Path(folder, "val"), v2.Compose(center))
+    train_set = ImagesInFolder(Path(folder, "train"), v2.Compose(augment), size, seed)
+    val_set = ImagesInFolder(Path(folder, "val"), v2.Compose(center), size)
     if train_set.classes != val_set.classes:
         raise ValueError(f"{folder}: train and val do not have the same classes")
     return train_set, val_set

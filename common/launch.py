@@ -23,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def check():
-    """End the program unless a launcher started it; from now on, end with the launcher.
+    """End the program unless a launcher started it.
 
     A launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     """
@@ -42,7 +42,6 @@ def check():
         fail(f"{shown} contradict each other; leave them to the launcher")
     if not os.environ.get("MASTER_ADDR") or port >= 2**16:
         fail("MASTER_ADDR is not set, or MASTER_PORT is not a port")
-    die_with_parent()
 
 
 def keep_freed_memory():
@@ -63,10 +62,9 @@ def get_device(device, local_rank):
     """Return the CPU, or the GPU whose index is `local_rank`.
 
     device: a torch.device of the kind that is asked for. Ends the program if there is
-    no such GPU. On the CPU, the process keeps memory that is freed for its next use.
+    no such GPU.
     """
     if device.type == "cpu":
-        keep_freed_memory()
         return device
     gpus = torch.cuda.device_count()
     if local_rank >= gpus:
@@ -112,9 +110,15 @@ def catch_signals():
     """Record SIGTERM and SIGUSR1 instead of ending; return the list they go to.
 
     The list holds the signals' numbers. Launchers may send a signal twice, the second
-    time while the first is being handled: appending to a list is safe then.
+    time while the first is being handled: appending to a list is safe then. A Ctrl-C
+    after one of them is ignored: it would interrupt the last step.
     """
     received = []
+
+    def record(number, _):
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: received.append(number))
+        signal.signal(number, record)
     return received

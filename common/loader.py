@@ -9,6 +9,25 @@ import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate
 
+from common.args import fail
+
+
+class SampleError(ValueError):
+    """A sample that cannot be read; the message names its file and says why."""
+
+    def __str__(self):
+        # a DataLoader's worker sends its traceback, which ends with the message
+        *_, last = super().__str__().splitlines()
+        return last.rpartition(f"{type(self).__name__}: ")[2]
+
+
+def readable(loader):
+    """Yield a loader's batches; a SampleError ends the program with its message."""
+    try:
+        yield from loader
+    except SampleError as error:
+        fail(f"--data: {error}")
+
 
 def collate(batch):
     """Return a batch from `__getitems__` as it is; collate a list of samples."""

@@ -7,6 +7,8 @@ import time
 import torch
 from tqdm import tqdm
 
+from common.loader import readable
+
 
 def num_correct(outputs, targets, topk=(1,)):
     """Count the targets that are among the k largest logits.
@@ -79,7 +81,8 @@ def progress(loader, title, meter, show=True):
     twice a second. Nothing is shown if `show` is false.
     """
     terminal = sys.stderr.isatty()
-    bar = tqdm(loader, title, leave=False, disable=not (show and terminal))
+    disable = not (show and terminal)
+    bar = tqdm(readable(loader), title, len(loader), leave=False, disable=disable)
     last = shown = time.perf_counter()
     data_time = batch_time = 0.0
     for count, batch in enumerate(bar, 1):

@@ -1,5 +1,6 @@
 """A text as a data set: its bytes are the tokens, and a sample is a window of them."""
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -33,6 +34,10 @@ class TextWindows(Dataset):
         # As many in every epoch, wherever its first window begins.
         last = len(self.text) - 1 - int(self.offsets.max())
         return max(last, 0) // self.context_length
+
+    def fingerprint(self):
+        """Return a text that differs if a byte of the text does."""
+        return hashlib.sha256(self.text.numpy()).hexdigest()
 
     def __getitem__(self, index):
         inputs, targets = self.__getitems__([index])

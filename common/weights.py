@@ -2,7 +2,7 @@
 
 import json
 import os
-import pickle
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -49,21 +49,39 @@ def save(state, path):
 def load(path, map_location="cpu"):
     """Return what `save` wrote, its tensors on the CPU, or "meta": without their data.
 
-    Runs no code from the file (weights_only=True). Raises ValueError if the file is
-    missing, truncated, or not one that torch.save wrote.
+    Runs no code from the file (weights_only=True). Raises ValueError, which says why,
+    if the file is missing, truncated, damaged in any bit, or not one that `save` wrote.
     """
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as error:
+        damaged = None
+        if zipfile.is_zipfile(path):  # before torch 1.6 it was none
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip()  # torch.load does not look at the checksums
+        if not damaged:
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # a damaged file can raise anything, even KeyError
+        refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        if refused:
+            raise ValueError(
+                f"{path} holds a {refused[1]}, and loading that could run code; save"
+                " only the state_dict() of the model"
+            ) from error
         raise ValueError(
             f"{path} is missing, truncated or not a file of weights"
         ) from error
+    raise ValueError(f"{path} is damaged: the checksum of {damaged} does not match")
+
+
+def misfit(weights):
+    """Return why weights do not fit a model, as far as their names tell."""
+    names = list(map(str, weights)) if isinstance(weights, dict) else []
+    if any(name.startswith("module.") for name in names):
+        return "was saved from a wrapped model: its names begin with 'module.'"
+    if any("_orig_mod." in name for name in names):
+        return "was saved from a compiled model: its names contain '_orig_mod.'"
+    for name in {"model", "state_dict", "model_state_dict"}.intersection(names):
+        return f"holds more than weights: they are its entry {name!r}; save that alone"
+    return "holds another model's weights; use the flags with which they were trained"
 
 
 def load_weights(model, path):
@@ -77,25 +95,29 @@ def load_weights(model, path):
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        names = list(weights) if isinstance(weights, dict) else [""]
-        if str(names[0]).startswith("module."):
-            message = "was saved from a wrapped model: its names begin with 'module.'"
-        else:
-            message = (
-                "holds another model's weights; use the flags with which they were"
-                " trained"
-            )
-        raise ValueError(f"{path} {message}") from error
+        raise ValueError(f"{path} {misfit(weights)}") from error
 
 
 def read_metrics(folder):
-    """Return the rows of metrics.jsonl, one dict per epoch; [] if it is missing."""
+    """Return the rows of metrics.jsonl, one dict per epoch; [] if it is missing.
+
+    Raises ValueError, with the file's name, if a line is not such a row.
+    """
     path = Path(folder) / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append(
+                {"epoch": row["epoch"], "train": row["train"], "val": row["val"]}
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not the metrics of an epoch"
+            ) from error
+    return rows
 
 
 def save_epoch(folder, epoch, train, val, weights):

@@ -36,6 +36,14 @@ WRONG = {
         "other.pt holds another model's weights",
     ),
     "a file, not a directory": (["--out-dir", "{tmp}/text.pt"], "--out-dir: "),
+    "a directory without a name": (["--out-dir", ""], "--out-dir: '' is not the path"),
+    "a bucket": (["--out-dir", "s3://a/b"], "--out-dir: 's3://a/b' is not the path of"),
+    "a name that is too long": (["--out-dir", "{tmp}/" + 300 * "n"], "(File name too"),
+    "a link to nowhere": (["--out-dir", "{tmp}/link"], "link is not a directory"),
+    "metrics of another tool": (
+        ["--out-dir", "{tmp}/other"],
+        "--out-dir: {tmp}/other/metrics.jsonl, line 2: not the metrics of an epoch",
+    ),
 }
 WRONG_WITH_IMAGES = {
     "an unknown data set": (["--data", "mnist"], "--data: "),
@@ -89,6 +97,10 @@ def files(tmp_path_factory):
     torch.save({"weight": torch.zeros(1000)}, folder / "other.pt")
     (folder / "half.pt").write_bytes((folder / "other.pt").read_bytes()[:2000])
     (folder / "text.pt").write_text("not a file of weights")
+    (folder / "link").symlink_to(folder / "nowhere")
+    (folder / "other").mkdir()
+    row = '{"epoch": 1, "train": {}, "val": {}}'
+    (folder / "other/metrics.jsonl").write_text(f"{row}\n{row[:-3]}")
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_bytes(b"0123456789" * 30)
     return folder
@@ -120,15 +132,22 @@ def is_default(stage, what):
         for what in wrong(stage)
     ],
 )
-def test_one_line_and_exit_code_2(stage, what, files, tmp_path, device, fault):
-    """In a single process, to which a launched stage's variables are given."""
+def test_one_line_and_exit_code_2(stage, what, files, tmp_path, several, device, fault):
+    """From each rank that finds it: all do, except that mp.spawn ends the others."""
     flags, named = wrong(stage)[what]
     flags, named = [flag.format(tmp=files) for flag in flags], named.format(tmp=files)
     if "--out-dir" not in flags:
         flags += ["--out-dir", tmp_path / "out"]
     before = sorted(files.rglob("*"))
-    done = run_stage(stage, 1, [*flags, "--device", device], tmp_path / "run", code=2)
-    assert_one_error_line(done, named)
+    processes = several if "distributed" in features(stage) else 1
+    flags += ["--device", device]
+    done = run_stage(stage, processes, flags, tmp_path / "run", code=2)
+    if "spawn" in features(stage):  # all print into one file, if they get so far
+        done.ranks[0].stderr = "\n".join({*done.stderr.splitlines()})
+    else:
+        assert len(done.ranks) == processes
+    for rank in done.ranks:
+        assert_one_error_line(rank, named)
     fault.assert_seen(done.stderr)
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
@@ -140,7 +159,7 @@ def test_a_directory_on_a_disk_that_is_full(tmp_path):
     flags, stage = ["--out-dir", tmp_path / "out"], first_with("images")
     full = functools.partial(no_large_files, 1000, ranks=[None])
     done = run_stage(stage, 1, flags, tmp_path / "run", code=2, prepare=full)
-    assert_one_error_line(done, f"--out-dir: {tmp_path} is not writable (File too")
+    assert_one_error_line(done, f"--out-dir: {tmp_path}/out is not writable (File too")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -242,6 +261,6 @@ def test_an_error_that_only_the_ranks_can_see(stage, code, files, tmp_path):
     done = run_stage(stage, 2, flags, tmp_path, code=code, forks=False)
     lines = done.stderr.splitlines()
     ours = [line for line in lines if line.startswith("train.py: error: ")]
-    assert len(ours) == 1  # rank 0 goes first, so only it reports the error
-    assert "--data cifar10" in ours[0]
-    assert "Traceback" not in done.stderr.partition(ours[0])[0]
+    assert len(ours) == 2  # each rank looks when it is its turn
+    assert ours[0] == ours[1] and "--data cifar10" in ours[0]
+    assert "Traceback" not in done.stderr.rpartition(ours[0])[0]

@@ -272,15 +272,54 @@ def test_an_image_of_32_bits_is_refused_by_its_name(kind, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_named(workers, folder_of_images, tmp_path):
-    (path,) = sorted((folder_of_images / "train").rglob("*.*"))[:1]
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_damaged_image_is_one_line_with_its_name(
+    part, workers, folder_of_images, tmp_path
+):
+    """Also the first one, and one that a loader's worker reads."""
+    (path,) = sorted((folder_of_images / part).rglob("*.*"))[:1]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     flags = ["--data", "imagefolder", "--data-dir", folder_of_images, "--device", "cpu"]
     flags += ["--image-size", "32", "--batch-size", "12", "--workers", workers]
-    run = tmp_path / "run"
-    done = run_stage(first_with("images"), 1, flags, run, code=1)
-    last = done.stderr.strip().splitlines()[-1]
-    assert re.match(rf"ValueError: {path}: .*(truncated|cannot identify)", last)
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run", code=2)
+    *progress, line = done.stderr.splitlines()
+    assert len(progress) == (part == "val")  # the line of the epoch
+    assert line.startswith(f"train.py: error: --data: {path}: ")
+    assert re.search("truncated|cannot identify", line)
+
+
+def test_fingerprints_tell_training_sets_apart(cifar, folder_of_images, tmp_path):
+    """Of images in memory each pixel and label counts, of files their names."""
+
+    def of_cifar():
+        return data.load("cifar10", cifar)[0].fingerprint()
+
+    def of_files():
+        return data.load("imagefolder", folder_of_images)[0].fingerprint()
+
+    def of_text(content):
+        (tmp_path / "text").write_bytes(content)
+        return text.load(tmp_path / "text", 4)[0].fingerprint()
+
+    assert of_cifar() == of_cifar() and of_files() == of_files()
+    before = of_cifar(), of_files(), of_text(b"a" * 100)
+    stored = pickle.loads((cifar / FOLDERS["cifar10"] / "train").read_bytes())
+    stored["labels"][7] += 1
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(pickle.dumps(stored))
+    path = sorted((folder_of_images / "train").rglob("*.*"))[3]
+    path.rename(path.with_name(f"another{path.suffix}"))
+    after = of_cifar(), of_files(), of_text(b"a" * 88 + b"b" + b"a" * 11)
+    assert not any(one == other for one, other in zip(before, after, strict=True))
+    stored["labels"][7] -= 1
+    stored["data"][7, 3000] += 1
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(pickle.dumps(stored))
+    assert of_cifar() not in (before[0], after[0])
+
+
+@pytest.mark.parametrize("name", ["digits", "fake"])
+def test_a_set_says_the_shape_of_its_images(name):
+    train_set, _ = data.load(name)
+    assert train_set.image_shape == train_set[0][0].shape
 
 
 def test_fashionmnist_by_the_script(tmp_path, device):
@@ -309,6 +348,7 @@ def test_an_image_folder_has_a_class_per_folder(folder_of_images):
     for samples, index in ((train_set, 20), (val_set, 7)):
         image, label = samples[index]
         assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
+        assert samples.image_shape == image.shape
     val_set.epoch.fill_(1)
     assert torch.equal(val_set[7][0], image)
 

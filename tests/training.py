@@ -193,11 +193,12 @@ def with_results(done, out):
 def assert_one_error_line(done, named):
     """Assert that a run ended with code 2 and one line that contains `named`.
 
-    Below it, nccl warns that the process group is still there.
+    Beside it, nccl warns that the process group is still there, and mp.spawn says which
+    process it ends.
     """
     assert done.returncode == 2, done.stderr
-    warning = "destroy_process_group() was not called"
-    (line,) = [each for each in done.stderr.splitlines() if warning not in each]
+    others = re.compile(r"destroy_process_group\(\) was not called|Terminating process")
+    (line,) = [each for each in done.stderr.splitlines() if not others.search(each)]
     assert line.startswith("train.py: error: ")
     assert named in line
 
@@ -276,9 +277,9 @@ def stage_args(module, *flags):
         return module.parse_args()
 
 
-def ranks_of(module, args):
-    """Return [the Ranks of this process] if a stage's functions take them, or []."""
-    return [module.make_ranks(args)] if hasattr(module, "make_ranks") else []
+def mesh_of(module, args):
+    """Return [the mesh of the processes] if a stage's functions take it, or []."""
+    return [module.make_mesh(args)] if hasattr(module, "make_mesh") else []
 
 
 def loaders_of(module, args):
@@ -287,7 +288,7 @@ def loaders_of(module, args):
     It is taken for one that has its machine for itself.
     """
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
-        return module.make_loaders(args, *ranks_of(module, args))
+        return module.make_loaders(args, *mesh_of(module, args))
 
 
 def replace_data(module, train_set, val_set):
@@ -311,12 +312,12 @@ def train_first_epoch(stage, module, args, model, loader, optimizer, scheduler, 
     """
     parts = [optimizer, scheduler, scaler]
     if "checkpoints" in features(stage):
-        parts = [module.AppState(model, *parts)]
+        parts = [module.AppState(model, *parts, {})]
         if "signals" in features(stage):
             parts.append(lambda: False)
     elif "amp" not in features(stage):
         parts.remove(scaler)
-    parts += ranks_of(module, args)
+    parts += mesh_of(module, args)
     metrics = module.train_one_epoch(args, 1, model, loader, *parts)
     return metrics[0] if "signals" in features(stage) else metrics
 
