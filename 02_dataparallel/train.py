@@ -38,6 +38,9 @@ def parse_args():
 def setup(args):
     """Prepare this process and return its device."""
     device = launch.get_device(args.device, local_rank=0)
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -52,10 +55,10 @@ def is_main_process():
     return True
 
 
-def log(text):
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 # ---- 3. data -------------------------------------------------------------------------
@@ -137,7 +140,7 @@ def run(args):
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     with one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
             args.arch, channels, train_set.num_classes, image_size, args.pretrained
@@ -175,7 +178,7 @@ def run(args):
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             state_dict = model.state_dict()
-            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+            saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     return 0 if saved else 1
 
 

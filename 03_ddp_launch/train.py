@@ -41,11 +41,16 @@ def parse_args():
 # ---- 2. processes --------------------------------------------------------------------
 def setup(args):
     """Prepare this process and return its device."""
-    # [03] ends this process if no launcher started it, or once torchrun is killed
+    # [03] ends this process if no launcher started it
     launch.check()
+    # [03] otherwise it stays if torchrun is killed
+    launch.die_with_parent()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -74,16 +79,20 @@ def main_process_first():
     local_rank = int(os.environ["LOCAL_RANK"])
     # [03] turn 1 is for machines that do not see the disk of rank 0
     turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
-    for number in range(3):
-        if number == turn:
-            yield
+    for _ in range(turn):
         dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 3):
+            dist.barrier()
 
 
-def log(text):
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 # ---- 3. data -------------------------------------------------------------------------
@@ -169,7 +178,7 @@ def run(args):
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     # [03] --pretrained downloads, too
     with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
@@ -209,7 +218,7 @@ def run(args):
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             state_dict = model.state_dict()
-            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+            saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     return 0 if saved else 1
 
 

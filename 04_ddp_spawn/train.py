@@ -53,6 +53,9 @@ def setup(args, rank, folder):
     launch.die_with_parent()
     # [04] all processes are on this machine
     device = launch.get_device(args.device, local_rank=rank)
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -83,16 +86,20 @@ def is_main_process():
 def main_process_first():
     """Run a block on rank 0, then on the rest."""
     turn = 0 if is_main_process() else 1  # [04] there is no other machine
-    for number in range(2):
-        if number == turn:
-            yield
+    for _ in range(turn):
         dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 2):
+            dist.barrier()
 
 
-def log(text):
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 # ---- 3. data -------------------------------------------------------------------------
@@ -178,7 +185,7 @@ def run(args):
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     # [03] --pretrained downloads, too
     with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
@@ -218,7 +225,7 @@ def run(args):
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             state_dict = model.state_dict()
-            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+            saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     return 0 if saved else 1
 
 

@@ -24,8 +24,8 @@ from common import meters
 from common import weights
 from common.args import ArgumentParser
 from common.args import check_batch_size
+from common.args import number
 from common.args import one_line_errors
-from common.args import positive_float
 from common.loader import loader_options
 from common.lr_schedule import warmup_cosine
 from common.meters import format_metrics
@@ -43,7 +43,9 @@ def parse_args():
         "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
-        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+        "--clip-grad",
+        type=number(float, ge=0),
+        help="clip the gradients to this norm; 0: do not clip",
     )
     args = parser.parse_args()
     # [05] otherwise --amp would do nothing: autocast leaves float64 as it is
@@ -60,11 +62,16 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once torchrun is killed
+    # [03] ends this process if no launcher started it
     launch.check()
+    # [03] otherwise it stays if torchrun is killed
+    launch.die_with_parent()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -93,16 +100,20 @@ def main_process_first():
     local_rank = int(os.environ["LOCAL_RANK"])
     # [03] turn 1 is for machines that do not see the disk of rank 0
     turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
-    for number in range(3):
-        if number == turn:
-            yield
+    for _ in range(turn):
         dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 3):
+            dist.barrier()
 
 
-def log(text):
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
 
 
 # ---- 3. data -------------------------------------------------------------------------
@@ -161,7 +172,6 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
     for batch in batches:
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         loss = forward(args, model, batch, meter)
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
         if args.clip_grad:
@@ -172,8 +182,6 @@ def train_one_epoch(args, epoch, model, loader, optimizer, scheduler, scaler):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
-        else:
-            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
     # [03] otherwise the metrics are those of rank 0's samples alone
     dist.all_reduce(meter.sums)
     return meter.compute()
@@ -209,7 +217,7 @@ def run(args):
     train_loader, val_loader = make_loaders(args)
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     # [03] --pretrained downloads, too
     with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
         model = make_model(
@@ -251,7 +259,7 @@ def run(args):
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         if args.out_dir and is_main_process():
             state_dict = model.state_dict()
-            saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+            saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     return 0 if saved else 1
 
 

@@ -3,9 +3,11 @@
 torchrun --standalone --nproc-per-node=2 13_sharded_checkpoints/train.py
 """
 
+import contextlib
 import gc
 import math
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,9 +39,7 @@ from common.args import check_batch_size
 from common.args import fail
 from common.args import number
 from common.args import one_line_errors
-from common.args import positive_float
 from common.args import positive_int
-from common.args import writable_dir
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import generate
@@ -62,7 +62,9 @@ def parse_args():
         "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
-        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+        "--clip-grad",
+        type=number(float, ge=0),
+        help="clip the gradients to this norm; 0: do not clip",
     )
     # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
@@ -72,27 +74,8 @@ def parse_args():
         default=1,
         help="micro-batches that each process splits its local batch into",
     )
-    # [09] on a disk that every node sees, and that outlives the job
-    parser.add_argument(
-        "--checkpoint-dir",
-        may_differ=True,
-        type=writable_dir,
-        help="save here; resume from the latest",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        may_differ=True,
-        type=positive_int,
-        default=100,
-        help="steps between checkpoints; there is also one after every epoch",
-    )
-    parser.add_argument(
-        "--keep-checkpoints",
-        may_differ=True,
-        type=positive_int,
-        default=2,
-        help="how many to keep",
-    )
+    # [09] --checkpoint-dir, on a disk that every node sees and that outlives the job
+    parser.add_checkpoint_arguments()
     parser.add_argument(
         "--sample",
         may_differ=True,
@@ -117,11 +100,16 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once torchrun is killed
+    # [03] ends this process if no launcher started it
     launch.check()
+    # [03] otherwise it stays if torchrun is killed
+    launch.die_with_parent()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -144,19 +132,40 @@ def is_main_process():
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
-def log(text):
+@contextlib.contextmanager
+def main_process_first():
+    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # [03] turn 1 is for machines that do not see the disk of rank 0
+    turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
+    for _ in range(turn):
+        dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 3):
+            dist.barrier()
+
+
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
+
+
+def gather(value):
+    """Return the values of all ranks, rank 0's first."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # [09] otherwise each decides by its own
+    return values
 
 
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    # [11] otherwise one that ends here breaks the start of the others
-    dist.barrier()
     # [11] windows of one long text
-    with one_line_errors("--text-file:"):
+    with main_process_first(), one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
     check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
@@ -231,13 +240,13 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
     model.train()
     meter = meters.Meter(args.device)
     optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
-    done = state.step - (epoch - 1) * len(loader)
-    if done:
+    steps_done = state.step - (epoch - 1) * len(loader)
+    if steps_done:
         # [09] what was counted in them is lost
-        log(f"the train metrics of epoch {epoch} leave out its first {done} steps")
+        log(f"train metrics of epoch {epoch} leave out its first {steps_done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    rest = skip_first_batches(loader, done)  # [09] without reading those samples
-    batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
+    batches = skip_first_batches(loader, steps_done)  # [09] without reading the samples
+    batches = meters.progress(batches, f"epoch {epoch}", meter, show=is_main_process())
     stopping = False  # [10] also if all steps of the epoch were taken before
     for batch in batches:
         state.step += 1
@@ -245,7 +254,6 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         # [08] otherwise the activations of the whole local batch have to fit
         accumulate_gradients(args, model, batch, scaler, meter)
         if args.clip_grad:
@@ -256,8 +264,6 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
-        else:
-            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
         stopping = stop()
         # [09] otherwise a crash loses every step so far
         due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
@@ -307,17 +313,19 @@ def has_diverged(model, scaler):
 
 
 class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
-    """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
+    """Everything that a resumed run needs; `step` counts the global batches so far."""
 
-    def __init__(self, model, optimizer, scheduler, scaler):
+    def __init__(self, model, optimizer, scheduler, scaler, identity):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler = scaler
+        self.identity = identity
         self.step = 0
 
     def state_dict(self):
-        # [13] of each weight, and of its momenta, the shard of this process
+        # [13] of each weight, and of its momenta, the shard of this process; the run's
+        # identity stands beside them, in run.json, which is read first
         model, optimizer = get_state_dict(self.model, self.optimizer)
         # [09] without one of them, the momentum say, the next step differs
         return {
@@ -365,30 +373,34 @@ def save_checkpoint(args, state):
             checkpoint.remove(unfinished)  # [13] otherwise the disk stays full
     else:
         if is_main_process():
-            checkpoint.publish(unfinished, path, args.keep_checkpoints)
+            checkpoint.publish(unfinished, path, state.identity, args.keep_checkpoints)
 
 
 def load_latest(args, state):
     """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
-    answer = [None]
-    if is_main_process():
-        answer = [checkpoint.find(args.checkpoint_dir, args.fixed(), sharded=True)]
-    # [09] rank 0 looks, so that all resume from the same step
-    dist.broadcast_object_list(answer)
-    found, problem = answer[0]
-    if problem:
-        fail(f"--checkpoint-dir: {problem}")
+    with one_line_errors("--checkpoint-dir:"):
+        found = checkpoint.find(args.checkpoint_dir, sharded=True)
+    # [09] what any rank sees, so that all try the same ones
+    found = sorted(set().union(*gather(found)), reverse=True)
     for path in found:
-        try:
-            dcp.load({"app": state}, checkpoint_id=path)
-        except dcp.CheckpointException as error:
-            # [13] on all ranks, if one of them cannot read
-            log(f"skipping checkpoint {path} ({checkpoint.reason(error)})")
-        else:
-            log(f"resumed from step {state.step}")
-            return
+        identity, *answer = checkpoint.read_manifest(path)
+        # [09] otherwise a rank that cannot read it, or reads another, trains apart
+        problem = checkpoint.first_problem(gather(answer))
+        if problem is None:
+            with one_line_errors(f"--checkpoint-dir: {path}:"):
+                # [13] before torch reads it, and changes a part of the weights
+                checkpoint.check(identity, state.identity)
+            try:
+                dcp.load({"app": state}, checkpoint_id=path)
+            except dcp.CheckpointException as error:
+                # [13] on all ranks, if one of them cannot read
+                problem = checkpoint.reason(error)
+            else:
+                log(f"resumed from step {state.step}")
+                return
+        log(f"skipping checkpoint {path} ({problem})")
     if found:
         # [13] a load that failed has changed a part of the weights
         fail(f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read")
@@ -418,7 +430,8 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    state = AppState(model, optimizer, scheduler, scaler)
+    identity = checkpoint.identity(args.fixed(), train_loader.dataset)
+    state = AppState(model, optimizer, scheduler, scaler, identity)
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated
     first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
@@ -433,7 +446,8 @@ def run(args):
         # [12] there is no wrapper: fully_shard has changed the model itself
         train, stopped = train_one_epoch(args, epoch, model, train_loader, state, stop)
         if stopped:
-            return 143  # [10] not 0: otherwise nobody starts the run again
+            # [10] not 0: otherwise nobody starts the run again
+            return 128 + signal.SIGTERM
         if has_diverged(model, scaler):
             # otherwise useless weights overwrite the last good ones
             log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
@@ -441,14 +455,16 @@ def run(args):
         val = evaluate(args, model, val_loader)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         # [11] the loss in nats, as the bits per byte of a compressor with this model
-        bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
+        bits = val["loss"] / math.log(2)
+        # [11] not math.exp, which raises where this is inf
+        perplexity = torch.tensor(val["loss"]).exp()
         log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
-                saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+                saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     if args.sample:  # [11] by all ranks, which draw the same bytes
         log(text.printable(generate(model, b"\n", args.sample)))
     return 0 if saved else 1

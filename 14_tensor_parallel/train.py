@@ -4,13 +4,14 @@ torchrun --standalone --nproc-per-node=4 14_tensor_parallel/train.py --tensor-pa
 torchrun --standalone --nproc-per-node=2 14_tensor_parallel/train.py
 """
 
+import contextlib
 import gc
 import math
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,7 @@ from common.args import check_batch_size
 from common.args import fail
 from common.args import number
 from common.args import one_line_errors
-from common.args import positive_float
 from common.args import positive_int
-from common.args import writable_dir
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import generate
@@ -69,7 +68,9 @@ def parse_args():
         "--amp", choices=AMP_DTYPES, default="off", help="mixed precision"
     )
     parser.add_argument(
-        "--clip-grad", type=positive_float, help="clip the gradients to this norm"
+        "--clip-grad",
+        type=number(float, ge=0),
+        help="clip the gradients to this norm; 0: do not clip",
     )
     # [08] for a batch that does not fit into the memory of the devices
     parser.add_argument(
@@ -79,27 +80,8 @@ def parse_args():
         default=1,
         help="micro-batches that each process splits its local batch into",
     )
-    # [09] on a disk that every node sees, and that outlives the job
-    parser.add_argument(
-        "--checkpoint-dir",
-        may_differ=True,
-        type=writable_dir,
-        help="save here; resume from the latest",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        may_differ=True,
-        type=positive_int,
-        default=100,
-        help="steps between checkpoints; there is also one after every epoch",
-    )
-    parser.add_argument(
-        "--keep-checkpoints",
-        may_differ=True,
-        type=positive_int,
-        default=2,
-        help="how many to keep",
-    )
+    # [09] --checkpoint-dir, on a disk that every node sees and that outlives the job
+    parser.add_checkpoint_arguments()
     parser.add_argument(
         "--sample",
         may_differ=True,
@@ -135,8 +117,10 @@ def setup(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # [03] ends this process if no launcher started it, or once torchrun is killed
+    # [03] ends this process if no launcher started it
     launch.check()
+    # [03] otherwise it stays if torchrun is killed
+    launch.die_with_parent()
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
@@ -144,6 +128,9 @@ def setup(args):
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % args.tensor_parallel:
         fail(f"--tensor-parallel must divide the number of processes ({world_size})")
+    if device.type == "cpu":
+        # otherwise each step returns its memory to the kernel, and gets it page by page
+        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -161,21 +148,12 @@ def setup(args):
     return device
 
 
-class Ranks(NamedTuple):
-    """The place of this process in a grid: a row is a tp group, a column a dp group."""
-
-    mesh: dist.DeviceMesh
-    dp: int  # [14] decides which samples this process gets
-    tp: int  # [14] and which shard of each layer
-
-
-def make_ranks(args):
-    """Arrange the processes in a grid; return the Ranks of this one."""
+def make_mesh(args):
+    """Arrange the processes in a grid: a row is a tp group, a column a dp group."""
     launch.ignore_mesh_warnings()  # [14] of two all-reduces for a norm, and of a view
     # [14] tp last: its ranks are neighbors, on one machine, since every layer waits
     shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
-    mesh = dist.init_device_mesh(args.device.type, shape, mesh_dim_names=("dp", "tp"))
-    return Ranks(mesh, *mesh.get_coordinate())
+    return dist.init_device_mesh(args.device.type, shape, mesh_dim_names=("dp", "tp"))
 
 
 def is_main_process():
@@ -183,25 +161,46 @@ def is_main_process():
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
-def log(text):
+@contextlib.contextmanager
+def main_process_first():
+    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # [03] turn 1 is for machines that do not see the disk of rank 0
+    turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
+    for _ in range(turn):
+        dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 3):
+            dist.barrier()
+
+
+def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
-        print(text, flush=True)
+        print(line, flush=True)
+
+
+def gather(value):
+    """Return the values of all ranks, rank 0's first."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # [09] otherwise each decides by its own
+    return values
 
 
 # ---- 3. data -------------------------------------------------------------------------
-def make_loaders(args, ranks):
+def make_loaders(args, mesh):
     """Return the loaders of this process's training and validation batches."""
-    # [11] otherwise one that ends here breaks the start of the others
-    dist.barrier()
     # [11] windows of one long text
-    with one_line_errors("--text-file:"):
+    with main_process_first(), one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
     # [14] a shard of the data for each tp group, whose ranks get the same samples
-    rank, groups = ranks.dp, ranks.mesh["dp"].size()
-    check_batch_size(args.batch_size, groups, len(train_set), named="tp groups")
+    dp_rank, dp_size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    check_batch_size(args.batch_size, dp_size, len(train_set), named="tp groups")
     # [03] otherwise the global batch grows with the number of processes
-    local_batch_size = args.batch_size // groups
+    local_batch_size = args.batch_size // dp_size
     # [08] otherwise a sample of a smaller micro-batch weighs more
     if local_batch_size % args.grad_accum_steps:
         fail(f"--grad-accum-steps must divide the local batch ({local_batch_size})")
@@ -214,18 +213,18 @@ def make_loaders(args, ranks):
         # [03] otherwise every process trains on all the samples
         # [14] otherwise the sampler divides the samples by all processes
         sampler=DistributedSampler(
-            train_set, groups, rank, seed=args.seed, drop_last=True
+            train_set, dp_size, dp_rank, seed=args.seed, drop_last=True
         ),
         drop_last=True,  # otherwise a sample of a short last batch weighs more
         **options,
     )
     # [07] every sample exactly once: DistributedSampler would repeat some
-    shard = range(rank, len(val_set), groups)
+    shard = range(dp_rank, len(val_set), dp_size)
     val_set = Subset(val_set, shard)
     # [08] otherwise evaluation can take more memory than training
     micro_batch_size = local_batch_size // args.grad_accum_steps
     # [12] as many batches on every rank: otherwise some wait to gather weights with all
-    largest = math.ceil(len(val_set.dataset) / groups)
+    largest = math.ceil(len(val_set.dataset) / dp_size)
     starts = range(0, largest, micro_batch_size)
     batches = [range(len(val_set))[i : i + micro_batch_size] for i in starts]
     val_loader = DataLoader(val_set, batch_sampler=batches, **options)
@@ -233,7 +232,7 @@ def make_loaders(args, ranks):
 
 
 # ---- 4. one training epoch -----------------------------------------------------------
-def forward(args, model, batch, meter, ranks):
+def forward(args, model, batch, meter):
     """Return a batch's mean loss, and add it to the meter."""
     inputs, targets = (each.to(args.device, non_blocking=True) for each in batch)
     # [05] matrix products in low precision, losses in float32
@@ -242,12 +241,11 @@ def forward(args, model, batch, meter, ranks):
         outputs = model(inputs)  # [11] token numbers, which an embedding takes
         # [11] one prediction per token: [B, T, 256] as [B * T, 256]
         loss = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-    if ranks.tp == 0:  # [14] otherwise each rank of a tp group counts the same samples
-        meter.update(loss, outputs, targets)
+    meter.update(loss, outputs, targets)
     return loss
 
 
-def accumulate_gradients(args, model, batch, scaler, meter, ranks):
+def accumulate_gradients(args, model, batch, scaler, meter):
     """Run forward and backward on one micro-batch after the other."""
     # [08] one micro-batch at a time is on the device
     parts = zip(*(each.chunk(args.grad_accum_steps) for each in batch), strict=True)
@@ -255,7 +253,7 @@ def accumulate_gradients(args, model, batch, scaler, meter, ranks):
         last = micro_step == args.grad_accum_steps
         # [12] otherwise FSDP averages the gradients after every micro-batch
         model.set_requires_gradient_sync(last)
-        loss = forward(args, model, part, meter, ranks)
+        loss = forward(args, model, part, meter)
         # [08] otherwise the gradients are a sum over micro-batches, not their mean
         loss = loss / args.grad_accum_steps
         scaler.scale(loss).backward()  # [05] otherwise small gradients are 0 in fp16
@@ -268,7 +266,7 @@ def should_stop(received_signals, group):
     return count.tolist() > 0
 
 
-def train_one_epoch(args, epoch, model, loader, state, stop, ranks):
+def train_one_epoch(args, epoch, model, loader, state, stop, mesh):
     """Take one optimizer step per global batch, until `stop()` is true after one.
 
     Return the epoch's metrics, and whether it was stopped.
@@ -276,24 +274,24 @@ def train_one_epoch(args, epoch, model, loader, state, stop, ranks):
     model.train()
     meter = meters.Meter(args.device)
     optimizer, scheduler, scaler = state.optimizer, state.scheduler, state.scaler
-    done = state.step - (epoch - 1) * len(loader)
-    if done:
+    steps_done = state.step - (epoch - 1) * len(loader)
+    if steps_done:
         # [09] what was counted in them is lost
-        log(f"the train metrics of epoch {epoch} leave out its first {done} steps")
+        log(f"train metrics of epoch {epoch} leave out its first {steps_done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
-    rest = skip_first_batches(loader, done)  # [09] without reading those samples
-    batches = meters.progress(rest, f"epoch {epoch}", meter, show=is_main_process())
+    batches = skip_first_batches(loader, steps_done)  # [09] without reading the samples
+    batches = meters.progress(batches, f"epoch {epoch}", meter, show=is_main_process())
     stopping = False  # [10] also if all steps of the epoch were taken before
     for batch in batches:
         state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
         # [14] the same in a tp group: otherwise its copies of a weight drift apart
-        torch.manual_seed(derive_seed(args.seed, state.step, ranks.dp))
+        dp_rank = mesh["dp"].get_local_rank()
+        torch.manual_seed(derive_seed(args.seed, state.step, dp_rank))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()
-        sums = meter.sums.clone()  # [05] to return to if the step is skipped
         # [08] otherwise the activations of the whole local batch have to fit
-        accumulate_gradients(args, model, batch, scaler, meter, ranks)
+        accumulate_gradients(args, model, batch, scaler, meter)
         if args.clip_grad:
             scaler.unscale_(optimizer)  # [05] otherwise clipping sees scaled gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -302,8 +300,6 @@ def train_one_epoch(args, epoch, model, loader, state, stop, ranks):
         scaler.update()
         if scaler.get_scale() >= scale:  # [05] a skipped step lowers the scale
             scheduler.step()
-        else:
-            meter.sums = sums  # [05] otherwise its loss counts, which can be inf
         stopping = stop()
         # [09] otherwise a crash loses every step so far
         due = state.step % args.checkpoint_every == 0 or state.step % len(loader) == 0
@@ -311,23 +307,23 @@ def train_one_epoch(args, epoch, model, loader, state, stop, ranks):
             save_checkpoint(args, state)
         if stopping:
             break  # [10] to the all-reduce, in which all wait for rank 0
-    # [03] otherwise the metrics are those of rank 0's samples alone
-    dist.all_reduce(meter.sums)
+    # [14] over a dp group: the ranks of a tp group count the same samples
+    dist.all_reduce(meter.sums, group=mesh["dp"].get_group())
     return meter.compute(), stopping
 
 
 # ---- 5. evaluation -------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(args, model, loader, ranks):
+def evaluate(args, model, loader, mesh):
     """Return the metrics over the whole validation set."""
     # [11] no buffers to broadcast: this model has none
     model.eval()
     meter = meters.Meter(args.device)
     batches = meters.progress(loader, "evaluation", meter, show=is_main_process())
     for batch in batches:
-        forward(args, model, batch, meter, ranks)
+        forward(args, model, batch, meter)
     # [07] sums and counts add up; averages of shards of different sizes do not
-    dist.all_reduce(meter.sums)
+    dist.all_reduce(meter.sums, group=mesh["dp"].get_group())  # [14] as in training
     return meter.compute()
 
 
@@ -354,19 +350,20 @@ def split_layers(model, mesh):
     distribute_module(model, mesh)
 
 
-def shard_model(args, model, ranks):
+def shard_model(args, model, mesh):
     """Leave this process a shard of each weight; FSDP gathers the others if needed."""
     if args.tensor_parallel > 1:
-        split_layers(model, ranks.mesh["tp"])  # [14] FSDP then shards the shards
-    # [14] not over all processes: those of a dp group have the same shards of layers
-    mesh = ranks.mesh["dp"]
+        split_layers(model, mesh["tp"])  # [14] FSDP then shards the shards
     dtype = AMP_DTYPES[args.amp]
     # [12] with --amp, gather weights in 16 bits, and average gradients in 32; autocast
     # still chooses the type of each operation: float32 for the loss, on GPUs for norms
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32 if dtype else None)
+    # [14] not over all processes: those of a dp group have the same shards of layers
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # [12] the weights in no block
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(
+        model, mesh=mesh["dp"], mp_policy=policy
+    )  # [12] the weights in no block
 
 
 def has_diverged(model, scaler):
@@ -378,17 +375,19 @@ def has_diverged(model, scaler):
 
 
 class AppState(Stateful):  # [13] dcp.save and dcp.load call its methods
-    """Everything that a resumed run needs; `step` counts the optimizer steps taken."""
+    """Everything that a resumed run needs; `step` counts the global batches so far."""
 
-    def __init__(self, model, optimizer, scheduler, scaler):
+    def __init__(self, model, optimizer, scheduler, scaler, identity):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler = scaler
+        self.identity = identity
         self.step = 0
 
     def state_dict(self):
-        # [13] of each weight, and of its momenta, the shard of this process
+        # [13] of each weight, and of its momenta, the shard of this process; the run's
+        # identity stands beside them, in run.json, which is read first
         model, optimizer = get_state_dict(self.model, self.optimizer)
         # [09] without one of them, the momentum say, the next step differs
         return {
@@ -436,30 +435,34 @@ def save_checkpoint(args, state):
             checkpoint.remove(unfinished)  # [13] otherwise the disk stays full
     else:
         if is_main_process():
-            checkpoint.publish(unfinished, path, args.keep_checkpoints)
+            checkpoint.publish(unfinished, path, state.identity, args.keep_checkpoints)
 
 
 def load_latest(args, state):
     """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
-    answer = [None]
-    if is_main_process():
-        answer = [checkpoint.find(args.checkpoint_dir, args.fixed(), sharded=True)]
-    # [09] rank 0 looks, so that all resume from the same step
-    dist.broadcast_object_list(answer)
-    found, problem = answer[0]
-    if problem:
-        fail(f"--checkpoint-dir: {problem}")
+    with one_line_errors("--checkpoint-dir:"):
+        found = checkpoint.find(args.checkpoint_dir, sharded=True)
+    # [09] what any rank sees, so that all try the same ones
+    found = sorted(set().union(*gather(found)), reverse=True)
     for path in found:
-        try:
-            dcp.load({"app": state}, checkpoint_id=path)
-        except dcp.CheckpointException as error:
-            # [13] on all ranks, if one of them cannot read
-            log(f"skipping checkpoint {path} ({checkpoint.reason(error)})")
-        else:
-            log(f"resumed from step {state.step}")
-            return
+        identity, *answer = checkpoint.read_manifest(path)
+        # [09] otherwise a rank that cannot read it, or reads another, trains apart
+        problem = checkpoint.first_problem(gather(answer))
+        if problem is None:
+            with one_line_errors(f"--checkpoint-dir: {path}:"):
+                # [13] before torch reads it, and changes a part of the weights
+                checkpoint.check(identity, state.identity)
+            try:
+                dcp.load({"app": state}, checkpoint_id=path)
+            except dcp.CheckpointException as error:
+                # [13] on all ranks, if one of them cannot read
+                problem = checkpoint.reason(error)
+            else:
+                log(f"resumed from step {state.step}")
+                return
+        log(f"skipping checkpoint {path} ({problem})")
     if found:
         # [13] a load that failed has changed a part of the weights
         fail(f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read")
@@ -467,8 +470,8 @@ def load_latest(args, state):
 
 def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
-    ranks = make_ranks(args)  # [14] what follows depends on them, not on the rank
-    train_loader, val_loader = make_loaders(args, ranks)
+    mesh = make_mesh(args)  # [14] what follows depends on the place in it
+    train_loader, val_loader = make_loaders(args, mesh)
     torch.manual_seed(args.seed)
     # [11] the tokens are bytes, so there are 256
     model = GPT(256, args.context_length, args.width, args.depth, args.heads)
@@ -477,9 +480,9 @@ def run(args):
         with one_line_errors("--evaluate:"):
             weights.load_weights(model, args.evaluate)
     # [12] before the optimizer, which must update the shards
-    shard_model(args, model, ranks)
+    shard_model(args, model, mesh)
     if args.evaluate:
-        log(f"val {format_metrics(evaluate(args, model, val_loader, ranks))}")
+        log(f"val {format_metrics(evaluate(args, model, val_loader, mesh))}")
         return 0
     # [11] each weight has a step size of its own; SGD gets less far in as many steps
     optimizer = torch.optim.AdamW(
@@ -491,7 +494,8 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    state = AppState(model, optimizer, scheduler, scaler)
+    identity = checkpoint.identity(args.fixed(), train_loader.dataset)
+    state = AppState(model, optimizer, scheduler, scaler, identity)
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated
     first_epoch = max(state.step - 1, 0) // len(train_loader) + 1
@@ -505,25 +509,28 @@ def run(args):
         train_loader.dataset.epoch.fill_(epoch)
         # [12] there is no wrapper: fully_shard has changed the model itself
         train, stopped = train_one_epoch(
-            args, epoch, model, train_loader, state, stop, ranks
+            args, epoch, model, train_loader, state, stop, mesh
         )
         if stopped:
-            return 143  # [10] not 0: otherwise nobody starts the run again
+            # [10] not 0: otherwise nobody starts the run again
+            return 128 + signal.SIGTERM
         if has_diverged(model, scaler):
             # otherwise useless weights overwrite the last good ones
             log(f"stopped in epoch {epoch}: training has diverged; try a lower --lr")
             return 1
-        val = evaluate(args, model, val_loader, ranks)
+        val = evaluate(args, model, val_loader, mesh)
         log(f"epoch {epoch}: train {format_metrics(train)}, val {format_metrics(val)}")
         # [11] the loss in nats, as the bits per byte of a compressor with this model
-        bits, perplexity = val["loss"] / math.log(2), torch.tensor(val["loss"]).exp()
+        bits = val["loss"] / math.log(2)
+        # [11] not math.exp, which raises where this is inf
+        perplexity = torch.tensor(val["loss"]).exp()
         log(f"val {bits:.3f} bits per byte, perplexity {perplexity:.2f}")
         if args.out_dir:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             # [12] on all ranks: each has a shard, and rank 0 alone would wait forever
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
-                saved = weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
+                saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
     if args.sample:  # [11] by all ranks, which draw the same bytes
         log(text.printable(generate(model, b"\n", args.sample)))
     return 0 if saved else 1

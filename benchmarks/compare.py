@@ -7,6 +7,7 @@ python -m benchmarks.compare --image-size 224 --arch resnet50 --batch-size 256  
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -96,7 +97,7 @@ def run(words, **environment):
     text = " ".join(map(str, words))
     print(f"measuring {text}", file=sys.stderr, flush=True)
     environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
-    done = harness.run(words, code=None, seconds=10**6, **environment)
+    done = harness.run(words, code=None, seconds=math.inf, **environment)
     if done.returncode:
         sys.stderr.write(done.stderr)
         fail(f"exit code {done.returncode} of: {text}")

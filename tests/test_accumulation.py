@@ -17,7 +17,6 @@ from tests.training import load_stage
 from tests.training import load_stage_for_vectors
 from tests.training import loaders_of
 from tests.training import plain
-from tests.training import ranks_of
 from tests.training import replace_data
 from tests.training import run_stage
 from tests.training import sharded
@@ -92,7 +91,6 @@ class Accumulation:
         self.accumulate = module.accumulate_gradients
         flags = ("--dtype", "float64", "--grad-accum-steps", micro_batches)
         self.args = stage_args(module, *flags)
-        self.ranks = ranks_of(module, self.args)
         torch.manual_seed(0)
         layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 6)]
         self.model = nn.Sequential(*layers).double()
@@ -110,7 +108,7 @@ class Accumulation:
         """Take all but the optimizer's part of a step; return its metrics."""
         meter = meters.Meter("cpu")
         self.model.zero_grad()
-        parts = (self.wrapped, self.batch, self.scaler, meter, *self.ranks)
+        parts = (self.wrapped, self.batch, self.scaler, meter)
         self.accumulate(self.args, *parts)
         return meter.compute()
 

@@ -15,7 +15,7 @@ from nbtools.sections import sections
 from tests.conftest import only_in_release
 from tests.training import load_stage_for_vectors
 from tests.training import loaders_of
-from tests.training import ranks_of
+from tests.training import mesh_of
 from tests.training import replace_data
 from tests.training import run_stage
 from tests.training import stage_args
@@ -120,7 +120,7 @@ def evaluate_in_rank(stage, rank, processes, folder):
         if "text" in features(stage):  # [B, T, ...], here with T = 1
             loader = [tuple(each.unsqueeze(1) for each in batch) for batch in loader]
             model[1] = nn.Identity()
-        metrics[n] = module.evaluate(args, model, loader, *ranks_of(module, args))
+        metrics[n] = module.evaluate(args, model, loader, *mesh_of(module, args))
     torch.save(metrics, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -49,7 +49,7 @@ from tests import fsdp_ranks
 from tests.training import TRANSFORMERS
 from tests.training import load_program
 from tests.training import load_stage
-from tests.training import ranks_of
+from tests.training import mesh_of
 from tests.training import stage_args
 from tools.stages import ROOT
 from tools.stages import first_with
@@ -184,7 +184,7 @@ def prepare(case, module, args, bf16):
             model, check_fn=lambda each: isinstance(each, TransformerBlock)
         )
     if case.model == "stage":
-        module.shard_model(args, model, *ranks_of(module, args))
+        module.shard_model(args, model, *mesh_of(module, args))
     elif case.groups == "ddp":
         return model, nn.parallel.DistributedDataParallel(model)
     else:
@@ -206,7 +206,6 @@ def train(case):
         flags += ["--tensor-parallel", case.tensor_parallel]
     args = stage_args(module, *flags)
     model, wrapped = prepare(case, module, args, bf16)
-    ranks = ranks_of(module, args)
     quiet = Quiet()
     for each in model.modules():
         if isinstance(each, FSDPModule):
@@ -227,7 +226,7 @@ def train(case):
     def step():
         if case.model == "stage":
             batch = tokens, tokens
-            module.accumulate_gradients(args, model, batch, scaler, meter, *ranks)
+            module.accumulate_gradients(args, model, batch, scaler, meter)
             return
         logits, loss = forward()
         loss.backward()

@@ -136,8 +136,7 @@ def test_all_stages_start_and_end_like_these_two():
             text = "\n".join(sections(stage)["6. the run"])
             ends.add(text[text.index("    exit_code = run(args)") :])
             setup = "\n".join(sections(stage)["2. processes"])
-            guard = "die_with_parent" if stage == SPAWN else "check"
-            assert re.search(rf"^    launch\.{guard}\(", setup, re.M), stage
+            assert re.search(r"^    launch\.die_with_parent\(", setup, re.M), stage
         assert len(ends) == 1, stages
     both = {*with_feature("torchrun"), *with_feature("spawn")}
     assert both == {*with_feature("distributed")}
@@ -153,8 +152,8 @@ def send(stop, job):
     what="the launcher is stopped: Ctrl-C, SIGTERM, or SIGKILL, which it cannot pass"
     " on to its processes",
     sees="no process and no port of the run is left; the exit code is not 0",
-    lost="the run; with stage {checkpoints} the steps since the latest checkpoint, with"
-    " stage {signals} only after SIGKILL",
+    lost="the run; from stage {checkpoints} on the steps since the latest checkpoint,"
+    " but from stage {signals} on nothing after SIGTERM",
 )
 @pytest.mark.parametrize(
     "stage, stop",

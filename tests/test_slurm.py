@@ -338,7 +338,6 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
         "import pathlib, sys, time\n"
         "folder = pathlib.Path(sys.argv[2])\n"
         "folder.mkdir(exist_ok=True)\n"
-        "(folder / 'flags.json').write_text('{}')\n"
         "(folder / '.step-000000001.pt.tmp').write_text('')\n"
         "print('preparing', flush=True)\n"
         "time.sleep(1000)\n"

@@ -41,8 +41,10 @@ def stage_list(page):
 
 
 def builds_on(chinese):
-    """Return a sentence: which stage each builds on."""
+    """Return which stage each builds on, and which a reader can skip."""
     known = [*registry().values()]
+    bases = {stage.builds_on for stage in known}
+    skipped = [stage.number for stage in known[:-1] if stage.name not in bases]
     others = [
         (stage.number, stage.builds_on[:2])
         for before, stage in pairwise(known)
@@ -50,9 +52,11 @@ def builds_on(chinese):
     ]
     if chinese:
         but = "、".join(f"{one} 以 {other} 为基础" for one, other in others)
-        return f"除 {but}外，每个阶段都以前一阶段为基础。"
+        skip = f"{' 和 '.join(skipped)} 可以跳过。" if skipped else ""
+        return f"除 {but}外，每个阶段都以前一阶段为基础。{skip}"
     but = ", and ".join(f"{one}, which builds on {other}" for one, other in others)
-    return f"Each builds on the one before it, except {but}."
+    skip = f" You can skip {' and '.join(skipped)}." if skipped else ""
+    return f"Each builds on the one before it, except {but}.{skip}"
 
 
 def pages():
