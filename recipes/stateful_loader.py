@@ -3,15 +3,19 @@
 Give the data set `state_dict` and `load_state_dict`, and use torchdata's DataLoader
 (`pip install torchdata`). The loader's state has that of the data set in each worker,
 as of the last batch that you got: what the workers have read ahead does not count. Each
-rank saves its own. The numbers of ranks and workers must stay as they are. For another
-number of ranks, save how many samples all have taken, and begin the stream there: that
-is exact if the ranks take turns (without workers, which read in batches).
-resume_stream.py does without torchdata, but reads again what was taken; it also shows
-how to save the generators that augmentations draw from.
+rank saves its own. At an epoch's end, take the state after the loop: after the last
+batch, in the loop, it is of an epoch with nothing left, and resumes with no batch. The
+numbers of ranks and workers must stay as they are. For another number of ranks, save
+how many samples all have taken, and begin the stream there: that is exact if the ranks
+take turns (without workers, which read in batches). resume_stream.py does without
+torchdata, but reads again what was taken; it also shows how to save the generators that
+augmentations draw from.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/stateful_loader.py
 0 workers, resumed after 3 batches: the uninterrupted run's batches: True
 2 workers, resumed after 3 batches: the uninterrupted run's batches: True
+state taken after an epoch's loop: a whole epoch follows: True
+state taken in the loop, after the last batch: a whole epoch follows: False
 one rank more, each loads the state of another rank: every sample once: False
 one rank more, begun at the number of samples taken: every sample once: True
 """
@@ -72,6 +76,15 @@ def stopped(rank, world_size, workers=0):
     return taken, batches.state_dict()
 
 
+def follow(taken_after_the_loop, rank, world_size):
+    """Return what a loader yields that is resumed at the end of an epoch."""
+    batches, resumed = (loader(rank, world_size) for _ in range(2))
+    for _ in batches:
+        state = batches.state_dict()
+    resumed.load_state_dict(batches.state_dict() if taken_after_the_loop else state)
+    return numbers(resumed)
+
+
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -93,6 +106,13 @@ def main():
             f"{workers} workers, resumed after {STOP} batches: the uninterrupted run's"
         )
         says[f"{what} batches"] = bool(equal.item())
+    for after, when in (
+        (True, "after an epoch's loop"),
+        (False, "in the loop, after the last batch"),
+    ):
+        whole = numbers(loader(rank, world_size))
+        what = f"state taken {when}: a whole epoch follows"
+        says[what] = follow(after, rank, world_size) == whole
     # The ranks of the run that stopped, and one more: here all on each rank.
     states = [stopped(each, world_size) for each in range(world_size)]
     before = [number for taken, _ in states for number in taken]
@@ -107,7 +127,7 @@ def main():
     every = sorted(before + [n for one in loaders for n in numbers(one)])
     what = "one rank more, begun at the number of samples taken: every sample once"
     says[what] = every == [*range(SAMPLES)]
-    assert [*says.values()] == [True, True, False, True], says
+    assert [*says.values()] == [True, True, True, False, False, True], says
     if rank == 0:
         for what, value in says.items():
             print(f"{what}: {value}")

@@ -114,6 +114,16 @@ BY_FABRIC_RUN = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_ACCELERATOR": "cpu"}
 # {claim: (program, [(a text that is there once, its replacement)], [lines then seen])}
 PRINT_STEPS = 'print("at step", scheduler.scheduler.last_epoch)\n        trained ='
 OTHER_ORDER = ["epoch 1: train loss (?!0.801)", DIFFERENT]
+FROM_0 = [
+    ("loader.set_epoch(epoch)", "pass"),
+    ("data_seed=args.seed", "data_seed=args.seed + 1"),
+]
+LOOP = "for inputs, targets in loader:  # already"
+RESUMED = (
+    "rest = accelerator.skip_first_batches(loader, {}) if epoch == 1 else loader\n"
+    "    for inputs, targets in rest:\n"
+    '        print("labels", targets.tolist())  #'
+)
 CLAIMS = {
     "the batch size is per process": (
         ACCELERATE,
@@ -128,10 +138,17 @@ CLAIMS = {
     ),
     "Accelerate counts epochs from 0": (
         ACCELERATE,
-        [
-            ("loader.set_epoch(epoch)", "pass"),
-            ("data_seed=args.seed", "data_seed=args.seed + 1"),
-        ],
+        FROM_0,
+        [SAME.format(2)],
+    ),
+    "skip_first_batches does not count its epoch": (
+        ACCELERATE,
+        [*FROM_0, (LOOP, RESUMED.format(15))],
+        [r"(?s)labels (.*?)\n.*epoch 1: val.*labels \1\n", DIFFERENT],
+    ),
+    "unless set_epoch is called in every epoch": (
+        ACCELERATE,
+        [(LOOP, RESUMED.format(0))],
         [SAME.format(2)],
     ),
     "the last batch repeats samples": (

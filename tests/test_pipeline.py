@@ -191,7 +191,7 @@ def test_a_resumed_training_is_that_of_one_process(schedule, processes, saved):
         (2, "--load {saved} --steps 4", "--steps 4: the checkpoint is of step 4"),
         (2, "--schedule zero", "--schedule: invalid choice: 'zero'"),
         (2, "--micro-batches 0", "--micro-batches: '0' is not an integer, 1 or more"),
-        (2, "--save /dev/null", "--save: /dev/null is a file, not a directory"),
+        (2, "--save /dev/null", "--save: /dev/null is not a directory"),
     ],
 )
 def test_bad_input_is_one_line(processes, flags, reason, saved):
@@ -332,6 +332,11 @@ def test_what_a_process_sends():
     blocks = sum(weight.nbytes for weight in model.blocks.parameters())
     # gathered for forward, blocks again for backward, and gradients scattered
     assert sent["FSDP"] == (2 * weights + blocks) // 2
+
+
+def test_what_keeps_the_outputs():
+    """The program asserts how many bytes of them are alive, after each call."""
+    run("pipeline_mistakes.py", 2, "outputs")
 
 
 # ---- the exercises -------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """`copies_that_differ` of stage 14's what_goes_wrong.ipynb finds what it should.
 
-Its mistakes assert what they show, and the notebook runs them. That the model which
-they split has the stage's plan is tested here, too, and that the first lines of the
-stage's notebook train as one process does.
+Its mistakes assert what they show, and the notebook runs them. That the first lines of
+the stage's notebook train as one process does is tested here, too.
 """
 
 import gc
@@ -34,7 +33,7 @@ PROGRAM = FOLDER / "demos/mistakes.py"
 
 def be_a_rank(rank, folder, function, groups):
     """Be one of the ranks of some tp groups of two; call a function of the mesh."""
-    sys.path[:0] = [str(FOLDER), str(PROGRAM.parent)]
+    sys.path.insert(0, str(PROGRAM.parent))
     store = dist.FileStore(str(folder / "store"), 2 * groups)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * groups)
     mesh = dist.init_device_mesh("cpu", (groups, 2), mesh_dim_names=("dp", "tp"))
@@ -46,24 +45,6 @@ def be_a_rank(rank, folder, function, groups):
 def call_in_tp_groups(function, folder, groups=1):
     arguments = [(rank, folder, function, groups) for rank in range(2 * groups)]
     harness.call_in_forks(be_a_rank, arguments)
-
-
-def compare_with_the_stage(mesh):
-    import mistakes
-    import train
-
-    ours, stage = mistakes.make(), mistakes.make()
-    mistakes.split(ours, mesh)
-    train.split_layers(stage, mesh["tp"])
-    expected = dict(stage.named_parameters())
-    for name, weight in ours.named_parameters():
-        assert weight.placements == expected[name].placements
-    (outputs,) = {type(model(torch.ones(1, 4).long())) for model in (ours, stage)}
-    assert outputs is torch.Tensor
-
-
-def test_the_plan_is_the_stages(tmp_path):
-    call_in_tp_groups(compare_with_the_stage, tmp_path)
 
 
 def move_copies_apart(mesh):

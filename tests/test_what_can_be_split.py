@@ -3,17 +3,26 @@
 tests/test_pages.py runs the page's command.
 """
 
+import copy
 import re
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.distributed.tensor.parallel import PrepareModuleOutput
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from common.gpt import GPT
 from nbtools import harness
+from nbtools.counting import Collectives
 from tests import fsdp_ranks
 from tools.stages import ROOT
 from tools.stages import first_with
@@ -22,6 +31,7 @@ DEMOS = ROOT / first_with("tensor_parallel") / "demos"
 sys.path.insert(0, str(DEMOS))
 
 import as_the_world_grows as program
+import mistakes
 
 pytestmark = pytest.mark.ci
 
@@ -154,6 +164,157 @@ def test_messages_are_those_of_rings(alone):
     }
     for kind, messages in wanted.items():
         assert program.add_up(alone[MANY][kind][0], PER_MACHINE)[2] == messages
+
+
+# ---- the layers of a Llama -----------------------------------------------------------
+TOKENS = 16  # in each of two sequences
+
+
+class LlamaAttention(nn.Module):
+    """As in common/gpt.py, with a layer each for queries, keys and values."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.head_dim = width // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        heads = [each(x).unflatten(-1, (-1, self.head_dim)) for each in self.layers()]
+        q, k, v = (each.transpose(1, 2) for each in heads)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def layers(self):
+        return self.q, self.k, self.v
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width, heads, norm):
+        super().__init__()
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention, self.mlp = LlamaAttention(width, heads), LlamaMLP(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def make_gpt(depth):
+    torch.manual_seed(0)
+    return GPT(WIDTH, TOKENS, WIDTH, depth, heads=4)
+
+
+def make_llama(depth, norm=nn.RMSNorm):
+    """Return a GPT with the blocks of a Llama."""
+    model = make_gpt(depth)
+    blocks = (LlamaBlock(WIDTH, 4, norm) for _ in range(depth))
+    model.blocks, model.norm = nn.ModuleList(blocks), norm(WIDTH)
+    return model
+
+
+def split(model, plan):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, plan)
+    return distribute_module(model, mesh)
+
+
+def llama_plan():
+    """Return stage 14's plan, with the names of a Llama's layers."""
+    plan = mistakes.make_plan()
+    del plan["blocks.*.attention.qkv"]
+    columns, rows = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
+    plan |= {f"blocks.*.attention.{name}": columns for name in "qkv"}
+    plan |= {"blocks.*.mlp.gate": columns, "blocks.*.mlp.up": columns}
+    return plan | {"blocks.*.mlp.down": rows}
+
+
+def plain_norms():
+    """Return what the norms need to give plain tensors to the layers after them."""
+    style = PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=Replicate()
+    )
+    return {"blocks.*.norm*": style, "norm": style}
+
+
+def shared_inputs():
+    """Return what makes of such a tensor one DTensor, for all layers that it enters."""
+    style = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Replicate()
+    )
+    return {"blocks.*.attention": style, "blocks.*.mlp": style}
+
+
+def all_reduces(make, plan, checkpointed=False):
+    """Return how many activations a block all-reduces, forward and backward."""
+    found = []
+    for depth in (1, 2):
+        model = split(make(depth), plan)
+        for block in model.blocks if checkpointed else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        with Collectives() as collectives:
+            program.counts.get_loss(model, torch.ones(2, TOKENS).long()).backward()
+        size = 2 * TOKENS * WIDTH * 4  # bytes
+        seen = [name for name, _, _, whole in collectives.seen if whole == size]
+        found.append(seen.count("all_reduce"))
+    return found[1] - found[0]
+
+
+def count_in_blocks(path):
+    dist.init_process_group("fake", rank=0, world_size=PROCESSES)
+    plan, plain, shared = mistakes.make_plan(), plain_norms(), shared_inputs()
+    found = {
+        "qkv": all_reduces(make_gpt, plan),
+        "checkpointed": all_reduces(make_gpt, plan, checkpointed=True),
+        "layer norm": all_reduces(partial(make_llama, norm=nn.LayerNorm), llama_plan()),
+        "plain": all_reduces(make_llama, llama_plan() | plain),
+        "shared": all_reduces(make_llama, llama_plan() | plain | shared),
+    }
+    with pytest.raises(AssertionError, match="Redistribution from one partial type"):
+        all_reduces(make_llama, llama_plan())
+    torch.save(found, path)
+    dist.destroy_process_group()
+
+
+def test_how_often_the_ranks_of_a_block_add_up_an_activation(tmp_path):
+    """An all-reduce sends it twice: 4 of them in each block are 8 L A."""
+    harness.call_in_forks(count_in_blocks, [(tmp_path / "found.pt",)])
+    assert torch.load(tmp_path / "found.pt") == {
+        "qkv": 4,
+        "checkpointed": 5,
+        "layer norm": 4,
+        "plain": 7,
+        "shared": 4,
+    }
+
+
+def train_llama(_rank, _processes):
+    """Return the largest difference of a gradient from one process's, and the norms."""
+    one = make_llama(depth=2).double()
+    model = split(copy.deepcopy(one), llama_plan() | plain_norms() | shared_inputs())
+    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) % WIDTH
+    for each in (one, model):
+        program.counts.get_loss(each, tokens).backward()
+    found = [weight.grad.full_tensor() for weight in model.parameters()]
+    pairs = zip(found, (weight.grad for weight in one.parameters()), strict=True)
+    off = max((grad - wanted).abs().max().item() for grad, wanted in pairs)
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (one, model)]
+    return off, norms[0].item(), norms[1].full_tensor().item()
+
+
+def test_the_plan_of_a_llama_gives_the_gradient_of_one_process(tmp_path):
+    for off, wanted, norm in on_each_process(train_llama, tmp_path):
+        assert off < 1e-12 and wanted > 0.1
+        assert norm == pytest.approx(wanted, rel=1e-9)
 
 
 # ---- the page ------------------------------------------------------------------------

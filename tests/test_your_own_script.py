@@ -180,18 +180,18 @@ def test_a_batch_that_cannot_be_divided(script, tmp_path):
 
 
 # ---- check yours ---------------------------------------------------------------------
-def launch_in_forks(command, env, **_):
-    """Do as check_yours.py's subprocess.run does, without launchers."""
+def launch_in_forks(command, env):
+    """Do as check_yours.py's `call` does, without launchers."""
     words = ["torchrun", *command[command.index("--standalone") :]]
     variables = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", "CHECK_YOURS")}
     options = {"code": None, "forks": True, "cwd": Path.cwd()}
-    return harness.run(words, **variables, **options)
+    return harness.run(words, **variables, **options).returncode
 
 
 def check(folder, monkeypatch, capsys, command=CHECK):
     """Run check_yours.py in a folder, in forks; return its exit code and its lines."""
     program = load_program(FOLDER / "check_yours.py")
-    program.subprocess = types.SimpleNamespace(run=launch_in_forks)
+    program.call = launch_in_forks
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", command.split()[1:])
     try:
@@ -320,6 +320,80 @@ def test_check_yours_puts_back_weights_that_were_there(tmp_path, monkeypatch, ca
     weights.rename(aside)  # as if a check had been killed
     assert check(tmp_path, monkeypatch, capsys) == (2, [])
     assert aside.read_text() == "mine" and not weights.exists()
+
+
+STRIDED = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(50, 1))
+ddp_model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    t = torch.randint(50, (12,))[rank::world_size]
+    optimizer.zero_grad()
+    (ddp_model(t) - t[:, None] / 50).square().mean().backward()
+    optimizer.step()
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+del ddp_model
+dist.destroy_process_group()
+"""
+
+
+def test_check_yours_takes_a_batch_that_is_not_contiguous(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "strided.py").write_text(STRIDED)
+    command = "python check_yours.py --processes=1,2 strided.py"
+    code, lines = check(tmp_path, monkeypatch, capsys, command)
+    assert code == 0 and "equal except for rounding" in lines
+
+
+def test_check_yours_without_numpy(tmp_path):
+    """Which torch does not install."""
+    shutil.copytree(FOLDER, tmp_path / "copy")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/numpy.py").write_text("raise ModuleNotFoundError('numpy')")
+    command = CHECK.replace(" after.py", " --processes=1,2 after.py")
+    done = harness.run(command, cwd=tmp_path / "copy", PYTHONPATH=tmp_path / "none")
+    assert done.stdout.splitlines()[2] == "equal except for rounding"
+
+
+def test_check_yours_and_a_directory_in_the_place_of_the_weights(
+    tmp_path, monkeypatch, capsys
+):
+    made = "os.makedirs('model.pt')"
+    saves = 'torch.save(model.state_dict(), "model.pt")'
+    replace_once(AFTER, (saves, made), target=tmp_path / "after.py")
+    code, lines = check(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert any(re.search("failed: model.pt is a directory", line) for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["after.py"]
+    mine = tmp_path / "model.pt/mine"
+    mine.parent.mkdir()
+    mine.touch()
+    assert check(tmp_path, monkeypatch, capsys) == (2, [])
+    assert mine.exists()
+
+
+def test_check_yours_that_is_ended_leaves_nothing(tmp_path):
+    """No process, and what was moved aside is back."""
+    wait = "open('waits', 'w').close(), __import__('time').sleep(3600)"
+    replace_once(AFTER, on_rank_1(wait), target=tmp_path / "after.py")
+    (tmp_path / "model.pt").write_text("mine")
+    command = f"python {FOLDER / 'check_yours.py'} --processes=2,1 after.py"
+    with harness.start(command, tmp_path / "run", cwd=tmp_path) as job:
+        harness.wait_until((tmp_path / "waits").exists, harness.LIMIT, job.screen)
+        processes = job.look()
+        assert len(processes) >= 4  # the check, torchrun, two ranks
+        processes[0].terminate()
+        assert job.wait().returncode == 128 + signal.SIGTERM
+        harness.assert_gone(processes, (), harness.LIMIT)
+    assert (tmp_path / "model.pt").read_text() == "mine"
+    assert not (tmp_path / "model.pt.aside").exists()
 
 
 def test_check_yours_starts_a_script_without_a_seed_from_the_same_weights(
@@ -475,6 +549,37 @@ def test_a_run_that_is_killed_while_it_saves_is_resumed(by_ddp, tmp_path):
     assert max_abs_diff(resumed.weights, by_ddp.weights) <= 1e-10
     written = {f"epoch-000{n}" for n in (1, 2, 3, 4)}
     assert {path.name for path in folder.iterdir()} == written
+
+
+def test_checkpoints_are_ordered_by_number_and_one_line_names_a_damaged_one(tmp_path):
+    """Files of other names are left alone."""
+    command = torchrun(2, RESUME, "--epochs=1")
+    run(command, tmp_path)
+    folder = tmp_path / "work/checkpoints"
+    first = folder / "epoch-0001"
+    shutil.copytree(first, folder / "epoch-9999")
+    latest = first.rename(folder / "epoch-10000")
+    (folder / "epoch-notes.txt").write_text("of mine")
+    done = run(command, tmp_path)
+    assert done.stdout == "resumed from checkpoints/epoch-10000\n"
+    (latest / "__0_0.distcp").write_bytes(b"")
+    done = run(command, tmp_path, code=1)
+    says = "checkpoints/epoch-10000 cannot be read; remove it to resume from the one"
+    for rank in done.ranks:
+        (line,) = [each for each in rank.stderr.splitlines() if "cannot" in each]
+        assert line == f"{says} before"
+    shutil.rmtree(latest)
+    done = run(command, tmp_path)
+    assert done.stdout == "resumed from checkpoints/epoch-9999\n"
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_found_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(
+        torchrun(2, RESUME, f"--checkpoint-dir={tmp_path}/file"), tmp_path, code=2
+    )
+    for rank in done.ranks:
+        assert rank.stderr.endswith(f"--checkpoint-dir: {tmp_path}/file is a file\n")
 
 
 # ---- the diffs -----------------------------------------------------------------------

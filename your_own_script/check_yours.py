@@ -14,12 +14,15 @@ is 1.
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import pickle
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,9 +67,11 @@ def note_inputs(file):
         if module.training and torch.is_grad_enabled() and not file.exists():
             leaves = tree_leaves((arguments, options))
             tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-            flat = [each.detach().cpu().reshape(-1) for each in tensors]
-            contents = [each.view(torch.uint8).numpy().tobytes() for each in flat]
-            file.write_text(hashlib.sha256(b"".join(contents)).hexdigest())
+            digest = hashlib.sha256()
+            for each in tensors:  # without numpy, which torch does not install
+                each = each.detach().cpu().contiguous()
+                digest.update(ctypes.string_at(each.data_ptr(), each.nbytes))
+            file.write_text(digest.hexdigest())
 
     def noting(wrap):
         def wrap_and_note(module, *arguments, **options):
@@ -124,25 +129,28 @@ def train(processes, script, flags, weights):
 
     Return None if it failed, or if its processes did not train together; say why.
     """
-    weights.unlink(missing_ok=True)
+    remove(weights)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", __file__]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         # not as arguments: torchrun refuses some flags
         environment[OURS] = json.dumps([script, flags, folder])
-        done = subprocess.run(command, env=environment, capture_output=True)
+        returncode = call(command, environment)
         ranks = [Path(folder, str(rank)) for rank in range(processes)]
         printed = [
             [read_lines(rank.with_suffix(suffix)) for rank in ranks]
             for suffix in (".out", ".err", ".inputs")
         ]
     out, err, inputs = printed
-    if done.returncode:
+    if returncode:
         print(f"failed: {find_cause(err)}")
         return None
     if not weights.exists():
         print(f"failed: it wrote no {weights}")
+        return None
+    if weights.is_dir():
+        print(f"failed: {weights} is a directory; write model.state_dict() to a file")
         return None
     try:
         state = load(weights)
@@ -161,6 +169,17 @@ def train(processes, script, flags, weights):
         return None
     *_, last = ["", *out[0]]
     return state, last
+
+
+def call(command, environment):
+    """Run a launcher and return its exit code; whatever ends this ends it, too."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **quiet) as launcher:
+        try:
+            return launcher.wait()
+        except BaseException:
+            launcher.terminate()  # SIGTERM, at which it ends its ranks
+            raise
 
 
 def load(file):
@@ -222,6 +241,9 @@ def compare(one, other):
 def put_aside(file):
     """Move a file aside, and put it back at the end; remove one that is made."""
     aside = file.with_name(f"{file.name}.aside")
+    if file.is_dir():
+        print(f"{file} is a directory; move it, or name a file", file=sys.stderr)
+        sys.exit(2)
     if aside.exists():
         says = "a check was killed, or runs. Move it back, or remove it"
         print(f"{aside}: {says}", file=sys.stderr)
@@ -231,9 +253,16 @@ def put_aside(file):
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)
+        remove(file)
         if aside.exists():
             aside.replace(file)
+
+
+def remove(path):
+    """Remove a file, or a directory that a script has made in its place."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def shapes(weights):
@@ -256,6 +285,8 @@ def main():
     args = parser.parse_args()
     if not Path(args.script).is_file():
         parser.exit(2, f"there is no file {args.script}\n")
+    # as at Ctrl-C, so that what was moved is put back
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runs, lines, equal = [], [], True
     with put_aside(args.weights):
         for processes in args.processes:

@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -116,7 +117,9 @@ def save_checkpoint(folder, epoch, model, optimizer):
 
 def load_latest(folder, model, optimizer):
     """Load the latest checkpoint, of any number of ranks; return its epoch, or 0."""
-    found = [max(folder.glob("epoch-*"), default=None)]
+    # By the number: as text, epoch-10000 would come before epoch-9999.
+    numbered = [each for each in folder.glob("epoch-*") if each.name[6:].isdecimal()]
+    found = [max(numbered, key=lambda each: int(each.name[6:]), default=None)]
     # Rank 0's: otherwise the ranks could resume from different epochs.
     dist.broadcast_object_list(found)
     if found[0] is None:
@@ -124,11 +127,14 @@ def load_latest(folder, model, optimizer):
     # dcp.load fills the tensors that it is given. get_state_dict first makes those of a
     # new optimizer; with optimizer.state_dict() it would load none, and not say so.
     weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
+    try:
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
+    except dcp.CheckpointException:  # on all ranks, if one of them cannot read
+        sys.exit(f"{found[0]} cannot be read; remove it to resume from the one before")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     if dist.get_rank() == 0:
         print(f"resumed from {found[0]}")
-    return int(found[0].name.removeprefix("epoch-"))
+    return int(found[0].name[6:])
 
 
 def main():
@@ -144,6 +150,8 @@ def main():
     args = parser.parse_args()
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if args.checkpoint_dir.is_file():  # otherwise it is found after an epoch
+        parser.error(f"--checkpoint-dir: {args.checkpoint_dir} is a file")
     if args.batch_size % world_size:  # otherwise the global batch shrinks silently
         parser.error(f"--batch-size must be divisible by the world size ({world_size})")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,7 +49,8 @@ def main():
     dist.init_process_group("gloo")  # on GPUs: nccl, and set_device
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    model = nn.Linear(8, 1)  # this is saved; ddp_model's names begin with `module.`
+    ddp_model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = load_latest(args.checkpoint_dir, model, optimizer) + 1
 
@@ -69,7 +70,7 @@ def main():
         print(f"{dist.get_world_size()} processes, from step {first}", flush=True)
     for step in range(first, 61):
         optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
+        ddp_model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         time.sleep(args.seconds)  # stands for a larger model
         # 3. Ask after every step. All ranks get the same answer.

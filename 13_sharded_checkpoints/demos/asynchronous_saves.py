@@ -24,8 +24,8 @@ from common import checkpoint
 class PublishingWriter(dcp.FileSystemWriter):
     """Writes to a folder whose name begins with a dot, and renames it at the end."""
 
-    def __init__(self, path, keep):
-        self.published, self.keep = path, keep
+    def __init__(self, path, identity, keep):
+        self.published, self.identity, self.keep = path, identity, keep
         super().__init__(path.with_name(f".{path.name}.tmp"))
 
     def finish(self, metadata, results):
@@ -34,7 +34,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         torch calls this on rank 0, in the thread, when all ranks have written.
         """
         super().finish(metadata, results)
-        checkpoint.publish(self.path, self.published, self.keep)
+        checkpoint.publish(self.path, self.published, self.identity, self.keep)
 
 
 class AsynchronousSaves:
@@ -46,10 +46,10 @@ class AsynchronousSaves:
         self.make_writer = make_writer
         self.pending = None
 
-    def begin(self, state, path, keep):
+    def begin(self, state, path, identity, keep):
         """Copy the state to CPU memory, and start the thread that writes the copy."""
         self.wait()  # otherwise there are two copies, and two threads in one group
-        self.writer = self.make_writer(path, keep)
+        self.writer = self.make_writer(path, identity, keep)
         if dist.get_rank() == 0:
             # otherwise shards that a killed save has left become a part of this one
             checkpoint.remove(self.writer.path)
@@ -80,7 +80,7 @@ def save_checkpoint(saves, args, state):
         train.log(f"step {state.step}: not saved, since training has diverged")
         return
     path = args.checkpoint_dir / checkpoint.name(state.step)
-    saves.begin(state, path, args.keep_checkpoints)
+    saves.begin(state, path, state.identity, args.keep_checkpoints)
 
 
 def main(make_writer=PublishingWriter):

@@ -51,7 +51,7 @@ def main(folder):
         weights[step] = model.weight.to_local().clone()
         log(f"step {step} is done; {path.name} exists: {path.exists()}")
         if step == 3:
-            saves.begin(model.state_dict(), path, keep=2)
+            saves.begin(model.state_dict(), path, identity={}, keep=2)
             log("async_save has returned")
         dist.barrier()
     may_write.set()

@@ -76,7 +76,7 @@ def make(dp, tp, sequence):
     args = types.SimpleNamespace(tensor_parallel=tp, amp="off")
     torch.manual_seed(0)
     model = GPT(256, TOKENS, WIDTH, DEPTH)
-    stage.shard_model(args, model, stage.Ranks(mesh, *mesh.get_coordinate()))
+    stage.shard_model(args, model, mesh)
     return model, torch.optim.AdamW(model.parameters())
 
 

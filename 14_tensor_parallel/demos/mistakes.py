@@ -12,7 +12,9 @@ import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
+import counts  # finds the modules of this repository
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,13 +32,13 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from common import launch
 from common import meters
 from common import text
 from common.gpt import GPT
 from common.gpt import Attention
+
+stage = counts.load_stage()
 
 CPU = torch.device("cpu")
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -58,23 +60,17 @@ def make_mesh(names=("dp", "tp")):
 
 
 def make_plan():
-    """Return the stage's plan."""
-    same = {"input_layouts": Replicate(), "use_local_output": False}
-    return {
-        "tokens": RowwiseParallel(**same),
-        "positions": RowwiseParallel(**same),
-        "blocks.*.attention.qkv": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(use_local_output=False),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(use_local_output=False),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    """Return the plan that the stage's split_layers hands to parallelize_module."""
+    names = ("parallelize_module", "distribute_module")
+    with mock.patch.multiple(stage, **dict.fromkeys(names, mock.DEFAULT)) as called:
+        stage.split_layers(model=None, mesh=None)
+    _, _, plan = called["parallelize_module"].call_args.args
+    return plan
 
 
-def split(model, mesh, **others):
+def split(model, mesh):
     """Split the layers over each tp group, as the stage does; return the model."""
-    parallelize_module(model, mesh["tp"], make_plan() | others)
-    distribute_module(model, mesh["tp"])  # the norms, whole
+    stage.split_layers(model, mesh["tp"])
     return model
 
 
@@ -390,16 +386,18 @@ def sums():
     right = nn.utils.get_total_norm([weight.grad for weight in one.parameters()])
     assert math.isclose(norm, right, rel_tol=1e-9) and by_hand > 1.2 * norm
 
-    for name, ranks in (("all", (0, 1)), ("the first", (0,))):  # "all" is the mistake
+    for name, group in (
+        ("all ranks", None),  # the mistake
+        ("a dp group", mesh["dp"].get_group()),
+    ):
         meter = meters.Meter(CPU)
         outputs = model(inputs)
         loss = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        if mesh["tp"].get_local_rank() in ranks:
-            meter.update(loss, outputs, targets)
-        dist.all_reduce(meter.sums)
+        meter.update(loss, outputs, targets)
+        dist.all_reduce(meter.sums, group=group)
         found = meter.compute()
-        tell(f"{name} of a tp group: loss {found['loss']:.4f}, {found['count']} tokens")
-        assert found["count"] == (512 if name == "all" else 256)
+        tell(f"over {name}: loss {found['loss']:.4f}, {found['count']} tokens")
+        assert found["count"] == (256 if group else 512)
 
 
 # ---- files ---------------------------------------------------------------------------
@@ -511,7 +509,9 @@ def head():
     mesh = make_mesh()
     for name, layouts in (("gathered", Replicate()), ("left split", Shard(-1))):
         head = ColwiseParallel(output_layouts=layouts)  # the default is the mistake
-        model = split(make(), mesh, head=head)
+        plan = make_plan() | {"head": head}
+        model = parallelize_module(make(), mesh["tp"], plan)
+        distribute_module(model, mesh["tp"])
         losses = tell_groups(f"{name}: losses", get_loss(model, get_batch()).item())
     tell(f"ln 256 = {math.log(256):.4f}, ln 128 = {math.log(128):.4f}")
     assert len(set(losses)) == 2
@@ -526,7 +526,7 @@ def meta_on_some():
         model.to("meta")  # the mistake
     try:
         mesh = DeviceMesh.from_group(group, "cpu")
-        parallelize_module(model, mesh, make_plan())
+        stage.split_layers(model, mesh)
     except RuntimeError as error:
         print(f"rank {dist.get_rank()}: RuntimeError: {error}", flush=True)
     dist.barrier()
@@ -535,6 +535,7 @@ def meta_on_some():
 # ---- the run -------------------------------------------------------------------------
 def main():
     launch.check()
+    launch.die_with_parent()
     launch.ignore_mesh_warnings()
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:

@@ -94,6 +94,7 @@ def setup(args):
     gloo.
     """
     launch.check()
+    launch.die_with_parent()
     check_flags(args, int(os.environ["WORLD_SIZE"]))
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):

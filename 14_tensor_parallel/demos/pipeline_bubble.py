@@ -182,6 +182,7 @@ def parse_args():
 def main():
     args = parse_args()
     launch.check()
+    launch.die_with_parent()
     ranks, micro_batches = int(os.environ["WORLD_SIZE"]), args.micro_batches
     if ranks < 2:
         fail("a pipeline needs 2 processes or more: use --nproc-per-node=2")

@@ -6,8 +6,10 @@ torchrun --standalone --nproc-per-node=2 \
 All of them run on two processes, on the CPU, in float64. Each asserts what it shows.
 """
 
+import gc
 import sys
 import tempfile
+import weakref
 
 import pipeline
 import torch
@@ -159,14 +161,19 @@ def tell_largest(name, difference):
     return tell_most(f"{name}: largest difference", difference.abs().max().item())
 
 
-def tell_kept(call, stage):
+def follow_outputs(part):
+    """Return a list that gets a weak reference to each output of a part."""
+    outputs = []
+    part.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+    return outputs
+
+
+def tell_kept(call, outputs):
     """Print how many bytes of outputs the last process keeps, and return it."""
-    outputs = [*stage.output_chunks]
-    for cached, _ in stage.fwd_cache.values():
-        outputs += cached
-    sizes = {output.data_ptr(): output.nbytes for output in outputs}
+    gc.collect()
+    alive = [output() for output in outputs if output() is not None]
     kept = [None] * dist.get_world_size()
-    dist.all_gather_object(kept, sum(sizes.values()))
+    dist.all_gather_object(kept, sum(output.nbytes for output in alive))
     tell(f"{call}: the last process keeps {kept[-1]:,} bytes of outputs")
     return kept[-1]
 
@@ -285,8 +292,9 @@ def sampler():
 def outputs():
     for keep in (True, False):  # True is the default, and the mistake
         part, stage, schedule = make()
+        outputs = follow_outputs(part)
         go(part, schedule, get_batch(), return_outputs=keep)
-        kept = tell_kept(f"step, return_outputs={keep}", stage)
+        kept = tell_kept(f"step, return_outputs={keep}", outputs)
         assert kept == (24 * 32 * 256 * 8 if keep else 0)
     inputs, targets = get_batch()
     with torch.no_grad():
@@ -294,9 +302,9 @@ def outputs():
             schedule.eval(inputs, return_outputs=False)
         else:
             schedule.eval(target=targets, return_outputs=False)
-    assert tell_kept("eval, return_outputs=False", stage)
+    assert tell_kept("eval, return_outputs=False", outputs)
     stage.clear_runtime_states()  # the cure
-    assert tell_kept("clear_runtime_states", stage) == 0
+    assert tell_kept("clear_runtime_states", outputs) == 0
 
 
 # ---- tied ----------------------------------------------------------------------------
@@ -380,6 +388,7 @@ def uneven():
 # ---- the run -------------------------------------------------------------------------
 def main():
     launch.check()
+    launch.die_with_parent()
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         globals()[name]()

@@ -103,7 +103,7 @@ def main():
     whole = {"use_distributed_sampler": False}
     val_loader = fabric.setup_dataloaders(DataLoader(val_set, **options), **whole)
     torch.manual_seed(args.seed)
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     model = make_model(args.arch, channels, train_set.num_classes, image_size)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     options = {"momentum": 0.9, "weight_decay": args.weight_decay, "nesterov": True}

@@ -88,7 +88,7 @@ def run_on_each_worker(config):
     )
     loader = ray.train.torch.prepare_data_loader(loader)
     torch.manual_seed(args.seed)
-    channels, image_size, _ = train_set[0][0].shape
+    channels, image_size, _ = train_set.image_shape
     model = make_model(args.arch, channels, train_set.num_classes, image_size)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     optimizer = torch.optim.SGD(
