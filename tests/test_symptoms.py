@@ -24,9 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from nbtools import harness
+from tests.symptoms_harness import PAGE
+from tests.symptoms_harness import lines
+from tests.symptoms_harness import rows
 from tools.stages import ROOT
 
-PAGE = ROOT / "docs/symptoms.md"
 WORDS = "06_slurm/demos/nccl_words.py"
 
 # What readers ask for most, and a pattern of the row that answers it.
@@ -66,25 +68,6 @@ WANTS = {
     "a model that does not fit": "does not fit on one GPU.*#the-idea",
     "warnings at exit": "destroy_process_group.*#6-the-run",
 }
-
-
-def lines():
-    """Return the rows of the page's tables as lines, without their heads."""
-    table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    return [line for line in table if line not in (table[0], "|---|---|---|---|")]
-
-
-def rows():
-    """Return, for each row, what you see, and its link's label, file and anchor.
-
-    The cells between them say what it is, and what to do. A program has no anchors:
-    then it is None.
-    """
-    link = r"\[(.+)\]\(([^#]*\.py|[^#]*(?=#))#?(\S+)?\)"
-    row = re.compile(rf"\| ([^|]+) \| [^|]+ \| [^|]{{5,}} \| {link} \|")
-    found = [row.fullmatch(line) for line in lines()]
-    assert all(found), "not a row: " + lines()[found.index(None)]
-    return [match.groups() for match in found]
 
 
 def slug(heading):
@@ -133,10 +116,10 @@ def sections(path):
                 level, heading = len(match[1]), match[2]
                 assert slug(heading) not in found, heading
                 found[slug(heading)] = heading, []
-                inside = [(depth, lines) for depth, lines in inside if depth < level]
+                inside = [each for each in inside if each[0] < level]
                 inside.append((level, found[slug(heading)][1]))
-            for _, lines in inside:
-                lines.append(line)
+            for _, texts in inside:
+                texts.append(line)
     return found
 
 

@@ -11,6 +11,7 @@ import copy
 import gc
 import json
 import re
+import sys
 import warnings
 from datetime import timedelta
 
@@ -23,7 +24,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -34,9 +34,15 @@ from torch.nn import functional
 from common.gpt import GPT
 from common.gpt import Attention
 from nbtools import harness
-from tests.test_symptoms import PAGE
-from tests.test_symptoms import rows
+from tests.symptoms_harness import PAGE
+from tests.symptoms_harness import rows
 from tests.training import TRANSFORMERS
+from tools.stages import ROOT
+from tools.stages import first_with
+
+sys.path.insert(0, str(ROOT / first_with("tensor_parallel") / "demos"))
+
+import mistakes
 
 pytestmark = pytest.mark.ci
 
@@ -247,16 +253,7 @@ def make_grid(names=("dp", "tp")):
 
 def make_plan(**others):
     """Return the stage's plan; others: what is different for some layers."""
-    same = {"input_layouts": Replicate(), "use_local_output": False}
-    plan = {
-        "tokens": RowwiseParallel(**same),
-        "positions": RowwiseParallel(**same),
-        "blocks.*.attention.qkv": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(use_local_output=False),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(use_local_output=False),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    plan = mistakes.make_plan()
     changed = {name: others.get(name.split(".")[-1], plan[name]) for name in plan}
     return {name: part for name, part in changed.items() if part}
 
