@@ -57,7 +57,7 @@ def ddp_step_on_four_gpus(narrow=False):
 @picture
 @readable
 def collectives(narrow=False):
-    """Draw what three ranks hold before and after four collectives."""
+    """Draw what three ranks hold before and after four collectives; ?: undefined."""
     if narrow:
         _, axes = plt.subplots(3, 2, figsize=(6, 6.6))
     else:
@@ -68,7 +68,7 @@ def collectives(narrow=False):
         "broadcast": ("1", "1", "1"),
         "all-reduce": (total, total, total),
         "all-gather": ("1, 2, 3", "1, 2, 3", "1, 2, 3"),
-        "reduce": (total, "2", "3"),
+        "reduce": (total, "?", "?"),
     }
     for axis, (title, values) in zip(axes.flat, held.items(), strict=False):
         axis.set(xlim=(-1, 1), ylim=(-0.5, 2.6))
@@ -76,7 +76,8 @@ def collectives(narrow=False):
         axis.axis("off")
         for rank, value in enumerate(values):
             changed = value != f"{rank + 1}" and title != "before"
-            box(axis, 0, 2 - rank, value, "tab:green" if changed else "tab:gray")
+            color = "tab:green" if changed else "tab:gray"
+            box(axis, 0, 2 - rank, value, "tab:red" if value == "?" else color)
             if title == "before":
                 place = {"ha": "right", "va": "center"}
                 axis.text(-0.35, 2 - rank, f"rank {rank}", **place)

@@ -48,7 +48,7 @@ def three_meetings():
     for x in (1.4, 18):
         box(axis, x, 5.3, "torchrun", "tab:gray")
     box(axis, 5.7, 5.3, "29500\n(endpoint)", "tab:orange")
-    box(axis, 5.5, 3.3, "MASTER_\nPORT", "tab:orange")
+    box(axis, 5, 3.3, "MASTER_PORT", "tab:orange")
     box(axis, 1.4, 1.2, "ranks\n0 and 1", "tab:blue")
     box(axis, 18, 1.7, "\nranks\n2 and 3\n", "tab:blue")
     center = {"ha": "center", "va": "center"}
@@ -101,10 +101,10 @@ def lines_of_a_job_file():
 @plt.rc_context({"font.size": 12})  # 9 points as a page shows it
 def when_a_run_hangs():
     """Draw the questions to ask about a run that hangs, and where each answer leads."""
-    axis = canvas(6.6, (0, 12), (0.9, 8.8))
+    axis = canvas(7.9, (0, 12), (-0.8, 8.7))
     questions = [
         (
-            "1. Does the first step end?",
+            "1. Does it start:\ndoes the first step end?",
             "the ranks do not find each other:\naddress, port; with NCCL also 4",
         ),
         (
@@ -126,9 +126,10 @@ def when_a_run_hangs():
         box(axis, 9, y, answer, "tab:orange")
         arrow(axis, (5.2, y), (6.5, y))
         axis.text(5.8, y + 0.2, "no", ha="center", color="tab:red")
-        if question is not questions[-1][0]:
-            arrow(axis, (2.7, y - 0.55), (2.7, y - 1.4))
-            axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
+        arrow(axis, (2.7, y - 0.55), (2.7, y - 1.45))
+        axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
+    last = "is the network slow? do the jobs\nthat hang share a node?"
+    box(axis, 2.7, 0, last, "tab:orange")
 
 
 @picture
@@ -181,7 +182,9 @@ CHINESE = {
     "the network, or the links\nbetween a node's GPUs": (
         "网络，或者节点内\nGPU 之间的连接"
     ),
-    "1. Does the first step end?": "1. 第一个 step 完成了吗？",
+    "1. Does it start:\ndoes the first step end?": (
+        "1. 启动了吗？\n第一个 step 完成了吗？"
+    ),
     "2. Do all ranks wait: in a collective,\nor after it for the GPU (NCCL)?": (
         "2. 所有 rank 都在集合通信中等待，\n或在其后等待 GPU（NCCL）吗？"
     ),
@@ -190,6 +193,9 @@ CHINESE = {
         "4. 冒烟测试能在\n这些节点上运行吗？"
     ),
     "a branch that\nnot all ranks take": "某个分支只有\n一部分 rank 进入",
+    "is the network slow? do the jobs\nthat hang share a node?": (
+        "网络是不是太慢？卡住的\n作业是不是都用到同一个节点？"
+    ),
     "look at the rank that does not:\nit keeps the others waiting": (
         "查没有等待的那个 rank：\n其他 rank 都在等它"
     ),

@@ -67,9 +67,10 @@ def from_the_signal_to_the_next_start():
     axis.plot([0, 0], [1.65, 0], color=stop, lw=1.5)
     arrow(axis, (0, 0), (2.7, 0), stop)
     axis.text(8.2, 1, "exit 143", ha="center", va="center")
-    axis.plot([0.9, 8.3], [2, 2], ":", color="gray")
-    text = "after KillWait, SIGKILL to what is left"
-    axis.text(5, 2.1, text, color="gray", ha="center")
+    arrow(axis, (8.4, 1.3), (8.8, 1.7))
+    axis.plot([0.9, 7.1], [2, 2], ":", color="gray")
+    text = "SIGKILL after KillWait, if a process is left"
+    axis.text(4, 2.1, text, color="gray", ha="center")
     for text in axis.texts:
         text.set_size(12.5)
 
@@ -137,8 +138,8 @@ CHINESE = {
     "they ask": "各个 rank 互相询问",
     "wait": "等待",
     "waits for the checkpoint": "等待检查点写完",
-    "after KillWait, SIGKILL to what is left": (
-        "KillWait 之后，向剩下的进程发送 SIGKILL"
+    "SIGKILL after KillWait, if a process is left": (
+        "KillWait 之后若还有进程，发送 SIGKILL"
     ),
     "all ranks agree": "所有 rank 达成一致",
     "batch script": "批处理脚本",

@@ -46,17 +46,24 @@ def a_save_that_blocks_and_one_that_does_not():
     """Draw a few steps around a checkpoint, saved by dcp.save and by dcp.async_save."""
     _, axes = plt.subplots(2, 1, figsize=(10, 4.4), sharex=True)
     step_color, write_color = COLORS["compute"], "tab:brown"
-    rows = (("dcp.save", 1, 3.2, (5.6, 6.6, 7.6)),)
-    rows += (("dcp.async_save", 0, 4, (2.4, 3.6, 4.8, 6, 7.2)),)
-    for axis, (title, row, length, starts) in zip(axes, rows, strict=True):
+    rows = (("dcp.save", (5.6, 6.6, 7.6), ()),)
+    rows += (("dcp.async_save", (2.4, 3.6, 4.8, 6, 7.2), (7, 8, 9, 10)),)
+    for axis, (title, starts, slower) in zip(axes, rows, strict=True):
         for start, step in ((0, 5), (1, 6)):
             stretch(axis, 1, start, 1, f"{step}", step_color)
-        stretch(axis, 1, 2, 0.4, "", COLORS["copies"])
-        axis.text(2.2, 1, "copy", ha="center", va="center", rotation=90)
-        stretch(axis, row, 2.4, length, "write", write_color)
+        if slower:
+            stretch(axis, 1, 2, 0.4, "", COLORS["copies"])
+            axis.text(2.2, 1, "copy", ha="center", va="center", rotation=90)
+            stretch(axis, 0, 2.4, 4, "write", write_color)
+            text = f"steps {slower[0]} to {slower[-1]} take longer"
+            axis.text(6.6, 0, text, va="center")
+        else:
+            for part in range(4):  # a few shards at a time
+                stretch(axis, 1, 2 + 0.9 * part, 0.1, "", COLORS["copies"])
+                stretch(axis, 1, 2.1 + 0.9 * part, 0.8, "write", write_color)
         for step, start in enumerate(starts, start=7):
-            slower = 1.2 if start + 0.1 < 2.4 + length and row == 0 else 1
-            stretch(axis, 1, start, slower, f"{step}", step_color)
+            length = 1.2 if step in slower else 1
+            stretch(axis, 1, start, length, f"{step}", step_color)
         arrow(axis, (2, 1.55), (starts[0], 1.55), style="|-|")
         axis.text(starts[0] + 0.1, 1.6, "training stands still", va="center")
         for text in axis.texts:
@@ -77,6 +84,7 @@ CHINESE = {
     "last": "最后",
     "rename": "改名",
     "copy": "复制",
+    "steps {} to {} take longer": "第 {} 到 {} 步变慢",
     "thread": "线程",
     "training stands still": "训练暂停",
     "training": "训练",
