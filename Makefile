@@ -1,15 +1,20 @@
 # README shows `make demo` and `make test`; `make help` lists the other commands.
 
 PYTHON ?= python3
-# `make test TORCH=2.15` runs the tests with that torch, in an environment of its own.
+# `make test TORCH=2.11` and `make test TORCH=latest` run the tests with that torch, in an
+# environment of its own, and with what pip gives today for all else.
 VENV = .venv$(addprefix -torch-,$(TORCH))
 PY = $(VENV)/bin/python
+DEMO_INSTALLED = $(VENV)/demo-installed
 INSTALLED = $(VENV)/installed
 SITE_INSTALLED = $(VENV)/site-installed
+# Otherwise the versions are those of the lock, whatever else pip was told.
+PIP_INSTALL = $(if $(TORCH),,PIP_CONSTRAINT=requirements.lock) $(PY) -m pip install --disable-pip-version-check
+WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -17,7 +22,7 @@ help:
 	@echo "make test             run the tests of the stages (ARGS=... is passed to pytest)"
 	@echo "make test ARGS=--all  run also those around the stages, as CI does"
 	@echo "make test ARGS=--release  run all cases of all tests"
-	@echo "make test TORCH=2.11  run them with that version of torch"
+	@echo "make test TORCH=2.11  run them with that version of torch, or TORCH=latest"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
@@ -35,6 +40,7 @@ help:
 	@echo "make trl              install TRL in .venv-trl and run its test"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make torchft          install torchft in .venv-torchft and run its test"
+	@echo "make lock             write requirements.lock: the versions that pip gives today"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
 # The scripts run with Python 3.10, too; the tools and the tests read stages.toml by tomllib.
@@ -43,25 +49,29 @@ is_recent = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 
 ifeq ($(origin PY),command line)
 # An environment of the reader's own: nothing is installed there.
-.PHONY: $(INSTALLED) $(SITE_INSTALLED)
-$(INSTALLED) $(SITE_INSTALLED):
+.PHONY: $(DEMO_INSTALLED) $(INSTALLED) $(SITE_INSTALLED)
+$(DEMO_INSTALLED) $(INSTALLED) $(SITE_INSTALLED):
 	@$(call is_recent,$(PY))
 else
 # A virtual environment: made once, and again when the requirements change.
-$(INSTALLED): requirements.txt requirements-dev.txt
+$(DEMO_INSTALLED): requirements.txt requirements.lock
 	@$(call is_recent,$(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check $(TORCH:%='torch==%.*') -r requirements.txt -r requirements-dev.txt
+	$(PIP_INSTALL) $(WANTED_TORCH) -r requirements.txt
+	@touch $@
+
+$(INSTALLED): $(DEMO_INSTALLED) requirements-notebooks.txt requirements-dev.txt
+	$(PIP_INSTALL) $(WANTED_TORCH) -r requirements.txt -r requirements-notebooks.txt -r requirements-dev.txt
 	@touch $@
 
 $(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
-	$(PY) -m pip install --disable-pip-version-check -r docs/requirements.txt
+	$(PIP_INSTALL) -r docs/requirements.txt
 	@touch $@
 endif
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(PY) -m tools.demo
 
 # Four workers on two cores: the tests often wait, for a timeout for instance.
@@ -79,6 +89,10 @@ check: $(INSTALLED)
 	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py) \
 	  || failed=1; \
 	exit $$failed
+
+lock: $(INSTALLED)
+	$(PY) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
+	  --custom-compile-command "make lock" requirements*.txt docs/requirements.txt -o requirements.lock
 
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from nbtools import harness
 from tests.conftest import only_in_ci
@@ -30,7 +31,7 @@ from tools.stages import stages
 from tools.stages import steps
 
 
-# ---- requirements.txt ----------------------------------------------------------------
+# ---- requirements*.txt ---------------------------------------------------------------
 def imported_by(*patterns):
     """Return the names of modules that files import: programs, or notebooks' cells."""
     found = set()
@@ -48,22 +49,40 @@ def imported_by(*patterns):
     return found
 
 
+def required(*files):
+    """Return {package: what is required of it} of requirements files."""
+    lines = "\n".join((ROOT / file).read_text() for file in files).splitlines()
+    lines = [line.partition("#")[0].strip() for line in lines]
+    found = [Requirement(line) for line in lines if line]
+    return {one.name.lower(): one for one in found}
+
+
 def test_requirements_are_what_scripts_and_notebooks_import():
     """No more and no less; jupyter runs the notebooks; torchvision brings Pillow."""
-    text = (ROOT / "requirements.txt").read_text()
-    first, second = text.split("# What the notebooks are run with")
-    scripts, others = (
-        re.findall(r"^([\w-]+)>=", part, re.M) for part in (first, second)
-    )
+    scripts = required("requirements.txt").keys() - {"psutil"}
+    others = required("requirements-notebooks.txt").keys()
     assert len(scripts) >= 4 and len(others) >= 4
     programs = (*ROOT.glob("*/*.py"), *ROOT.glob("*/*/*.py"))
     ours = {path.stem for path in programs if ".venv" not in path.parts}
     ours |= {path.name for path in ROOT.iterdir()} | {"PIL", "IPython"}
     known = ours | sys.stdlib_module_names
     of_scripts = imported_by("common/*.py", "*/train.py") - known
-    assert of_scripts == {*scripts}
+    assert of_scripts == scripts
+    demo = imported_by("nbtools/harness.py", "nbtools/weights.py", "tools/demo.py")
+    assert demo - known - scripts == {"psutil"}
     readers = imported_by("*/*.ipynb", "*/demos/*.py", "*/figures.py", "nbtools/*.py")
-    assert readers - known - of_scripts == {*others} - {"jupyter"}
+    assert readers - known - scripts - {"psutil"} == others - {"jupyter"}
+
+
+def test_the_lock_has_a_version_of_all_that_is_required():
+    files = [*ROOT.glob("requirements*.txt"), ROOT / "docs/requirements.txt"]
+    locked = required("requirements.lock")
+    wanted = required(*files)
+    assert len(files) == 4 and len(wanted) >= 25
+    for name, requirement in wanted.items():
+        (version,) = locked[name].specifier
+        assert version.operator == "==", name
+        assert version.version in requirement.specifier, name
 
 
 # ---- nbtools/harness.py --------------------------------------------------------------
