@@ -1,14 +1,12 @@
 """The Chinese texts say what the English ones say, as far as a program can see.
 
-README.zh-CN.md is compared with README.md section by section, as counts: their order
-would impose the one language's word order on the other. The others have stamps; see
-tools/zh.py.
+What is out of date says so, which tools/zh.py explains.
 """
 
+import datetime
 import json
 import os
 import re
-from collections import Counter
 from importlib import import_module
 
 import nbformat
@@ -21,58 +19,7 @@ from tools.notebooks import write as write_notebook
 from tools.stages import ROOT
 from tools.stages import first_with
 
-ENGLISH = (ROOT / "README.md").read_text()
-CHINESE = (ROOT / "README.zh-CN.md").read_text()
-BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-
-
-# ---- the front page ------------------------------------------------------------------
-def prose(text):
-    return BLOCK.sub("", text)
-
-
-def sections(text):
-    return re.split("^#+ ", prose(text), flags=re.MULTILINE)
-
-
-def code(text):
-    """Return how often each word in `this type` occurs in each section."""
-    return [Counter(re.findall(r"`([^`\n]+)`", part)) for part in sections(text)]
-
-
-def links(text):
-    """Return the targets in each section, except from language to language."""
-    text = zh.front_page(text)  # to the Chinese page where there is one
-    found = [re.findall(r"\]\(([^)]+)\)", part) for part in sections(text)]
-    return [Counter(t for t in part if not t.startswith("README")) for part in found]
-
-
-def headings(text):
-    return [len(level) for level in re.findall("^(#+) ", prose(text), re.MULTILINE)]
-
-
-def items(text):
-    """Return how many items the lists of each section have."""
-    return [len(re.findall("^- ", part, re.MULTILINE)) for part in sections(text)]
-
-
-PARTS = [BLOCK.findall, code, links, headings, items]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_both_have_the_same(part):
-    found = part(ENGLISH)
-    assert len(found) >= 2
-    assert part(CHINESE) == found
-
-
-def test_each_leads_to_the_other_and_is_in_its_language():
-    assert "](README.zh-CN.md)" in ENGLISH and "](README.md)" in CHINESE
-    assert zh.front_page(CHINESE) == CHINESE, "type `make zh`"
-    for line in prose(CHINESE).splitlines():
-        bare = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
-        if len(bare) > 60:
-            assert len(re.findall("[\u4e00-\u9fff]", bare)) > len(bare) / 5, line
+TODAY = datetime.date.today().isoformat()
 
 
 # ---- the notebooks and pages ---------------------------------------------------------
@@ -85,7 +32,7 @@ def test_a_translation_is_that_of_the_english_text_as_it_is(path):
 
 def test_there_are_translations_and_each_has_its_english_text():
     paths = zh.translations()
-    assert len(paths) >= 1
+    assert len(paths) >= 30 and ROOT / "README.zh-CN.md" in paths
     assert [path for path in paths if not zh.english_of(path).is_file()] == []
 
 
@@ -133,12 +80,13 @@ def notebook(tmp_path):
     english_notebook(tmp_path / "one.ipynb", TEXTS)
     path = tmp_path / "one.zh-CN.ipynb"
     zh.update(path)
-    assert [line[-4:] for line in zh.problems(path)] == ["TODO"] * 3
+    assert [line.split(": ")[2] for line in zh.left(path)] == ["not translated"] * 3
+    assert zh.problems(path) == []
     translate(path, TRANSLATED)
     wrong = zh.problems(path)
     assert len(wrong) == 3 and all("Chinese has changed" in line for line in wrong)
     zh.update(path)
-    assert zh.problems(path) == []
+    assert zh.problems(path) == [] and zh.left(path) == []
     return path
 
 
@@ -186,33 +134,66 @@ def test_changed_code_and_outputs_are_seen_and_copied(notebook, part):
     assert nbformat.read(notebook, 4).cells[3] == cell
 
 
-def test_changed_english_is_stale_until_the_chinese_is_changed_or_accepted(notebook):
+def test_changed_english_is_out_of_date_until_a_person_says_otherwise(notebook):
+    english = zh.english_of(notebook)
+    edit(english, "The last cell.", "## A title\n\nThe very [last](two.md) cell.")
+    (line,) = zh.problems(notebook)
+    assert line.endswith("04: the English has changed: type `make zh`")
+    assert in_cell(notebook) == []
+    (line,) = zh.left(notebook)
+    assert f"04: out of date since {TODAY}: ## A title" in line
+    cell = nbformat.read(notebook, 4).cells[4].source
+    notice = f"> **译文自 {TODAY} 起过时，以英文为准：**\n>\n> **A title**\n>\n"
+    assert cell == f"{TRANSLATED[2]}\n{notice}> The very [last](two.md) cell."
+    before = notebook.read_text()
+    assert in_cell(notebook) == [] and notebook.read_text() == before
+    # The day stays, and a corrected typo makes nothing current; other English is shown.
+    edit(notebook, TODAY, "2026-01-31")
+    edit(notebook, "最后一个", "最末一个")
+    assert in_cell(notebook) == []
+    assert "out of date since 2026-01-31" in zh.left(notebook)[0]
+    edit(english, "The very", "The very very")
+    assert len(zh.problems(notebook)) == 1
+    assert in_cell(notebook) == [] and "very very" in notebook.read_text()
+    assert "The very very [last](two.md) cell.\n=== 04 now\n最末" in zh.export(notebook)
+    zh.update(notebook, same=[2])
+    assert len(zh.left(notebook)) == 1
+
+
+@pytest.mark.parametrize("how", ["same", "import", "as before"])
+def test_a_person_says_what_is_up_to_date_again(notebook, how):
     english = zh.english_of(notebook)
     edit(english, "The last cell.", "The very last cell.")
-    assert len(in_cell(notebook)) == 1
-    (line,) = in_cell(notebook)  # not stamped by itself
-    assert line.startswith("04: stale")
-    assert "The very last cell.\n=== 04 now\n最后" in zh.export(notebook)
-    zh.update(notebook, same=[2])
-    assert len(zh.problems(notebook)) == 1
-    zh.update(notebook, same=[4])
-    assert zh.problems(notebook) == []
-    edit(english, "The very last cell.", "The last cell of all.")
-    assert len(in_cell(notebook)) == 1
-    assert in_cell(notebook, ("最后一个", "最末一个")) == []
+    assert in_cell(notebook) == [] and len(zh.left(notebook)) == 1
+    if how == "same":
+        zh.update(notebook, same=[4])
+    elif how == "import":
+        text = zh.export(notebook)
+        assert zh.import_(notebook, text) == []
+        changed = zh.import_(notebook, text.replace("最后一个", "最末一个"))
+        assert changed == [4]
+        zh.update(notebook, changed)
+    else:
+        edit(english, "The very last cell.", "The last cell.")
+        (line,) = zh.problems(notebook)
+        assert "it is up to date: type `make zh`" in line
+        zh.update(notebook)
+    assert zh.problems(notebook) == zh.left(notebook) == []
+    assert "过时" not in notebook.read_text()
 
 
-def test_new_english_cells_are_todo_and_those_gone_are_removed(notebook, capsys):
+def test_new_english_cells_are_shown_and_those_gone_are_removed(notebook, capsys):
     english = zh.english_of(notebook)
     english_notebook(english, [TEXTS[0], "A new cell about `new`.", *TEXTS[1:]])
     assert "blocks" in zh.problems(notebook)[0]
     zh.update(notebook)
-    assert [line[-8:] for line in zh.problems(notebook)] == ["02: TODO"]
+    assert zh.problems(notebook) == []
+    assert [line.split(": ")[1] for line in zh.left(notebook)] == ["02"]
     assert [block.text for block in zh.read(notebook)][::2][2] == TRANSLATED[1]
     english_notebook(english, ["Another new cell.", *TEXTS[::2]])
     zh.update(notebook)
     texts = [block.text for block in zh.read(notebook) if not block.copied]
-    assert texts == ["TODO Another new cell.", *TRANSLATED[::2]]
+    assert texts == ["（待翻译）Another new cell.", *TRANSLATED[::2]]
     assert TRANSLATED[1] in capsys.readouterr().err
 
 
@@ -221,15 +202,16 @@ def test_of_changed_and_new_cells_the_changed_one_is_found_by_its_code(notebook)
     changed = TEXTS[1].replace("Wait", "Wait again")
     english_notebook(english, [TEXTS[0], "A new cell.", changed, TEXTS[2]], ["x = 1"])
     zh.update(notebook)
-    wrong = [line.partition(": ")[2] for line in zh.problems(notebook)]
-    assert wrong[0] == "02: TODO" and wrong[1].startswith("03: stale")
+    states = [line.split(": ")[1:3] for line in zh.left(notebook)]
+    assert states[0] == ["02", "not translated"]
+    assert states[1][0] == "03" and states[1][1].startswith("out of date")
 
 
 def test_a_notebook_is_translated_as_plain_text(notebook):
-    edit(notebook, TRANSLATED[2], "TODO")
     text = zh.export(notebook)
     assert "=== 03 is copied" in text and TRANSLATED[1] in text
-    zh.import_(notebook, text.replace("\nTODO", "\n最后。\n").replace("x = 1", "x = 3"))
+    text = text.replace(TRANSLATED[2], "最后。\n").replace("x = 1", "x = 3")
+    zh.import_(notebook, text)
     assert in_cell(notebook) == []
     assert (
         zh.read(notebook)[4].text == "最后。" and zh.read(notebook)[1].text == "x = 1"
@@ -251,7 +233,6 @@ BREAKS = {
     "a level": ("## 运行", "### 运行", "headings"),
     "a heading": ("## 运行", "## 跑", "the heading 跑 is 运行"),
     "twice": ("# 03 · 一", "# 运行", "2 headings"),
-    "todo": ("最后一个 cell。", "TODO", "TODO"),
     "English": ("最后一个 cell。", f"{'word ' * 15}字。", "English: word"),
     "a space": ("最后一个 cell", "最后一个cell", "no space"),
     "a space at code": ("在 `cuda`", "在`cuda`", "no space"),
@@ -326,26 +307,28 @@ def test_a_page_is_the_same_by_paragraphs_rows_and_items(tmp_path):
     english.write_text(PAGE)
     assert "".join(block.text + block.end for block in zh.split(PAGE)) == PAGE
     zh.update(path)
-    assert len(zh.problems(path)) == 8
+    assert len(zh.left(path)) == 8 and zh.problems(path) == []
     path.write_text(OURS)
     zh.update(path)
     assert zh.problems(path) == []
     assert path.read_text().startswith(OURS.replace("#two", "#二"))
     assert path.read_text().endswith("-->\n")
-    # A changed row is stale, a new one is TODO, and code is copied.
+    # A changed row is out of date, a new one is in English, and code is copied.
     row = "| it fails | see [above](#two) |"
     edit(english, row, f"| it ends | done |\n{row.replace('see', 'look')}")
     edit(english, "$ a command", "$ one")
     zh.update(path)
-    stale = [line.split(": ", 1)[1][:9] for line in zh.problems(path)]
-    assert stale == ["06: TODO", "07: stale"]
-    text = path.read_text()
-    assert "| TODO" not in text and "\nTODO | it ends | done |\n" in text
-    assert "$ one\n" in text and "| 报错 | 见[上文](#二) |" in text
-    edit(path, "TODO | it ends | done |", "| 结束 | 完成 |")
-    edit(path, "| 报错 | 见", "| 报错 | 看")
-    zh.update(path)
     assert zh.problems(path) == []
+    states = [line.split(": ")[1:3] for line in zh.left(path)]
+    assert states == [["06", "not translated"], ["07", f"out of date since {TODAY}"]]
+    text = path.read_text()
+    assert "\n| （待翻译）it ends | done |\n" in text and "$ one\n" in text
+    says = f"**译文自 {TODAY} 起过时，以英文为准：** it fails · look [above](#二) |"
+    assert f"\n| 报错 | 见[上文](#二)<br>{says}\n" in text
+    edit(path, "| （待翻译）it ends | done |", "| 结束 | 完成 |")
+    edit(path, "| 报错 | 见", "| 报错 | 看")
+    zh.update(path, same=[7])
+    assert zh.problems(path) == zh.left(path) == []
     # The same number of blocks is what the stamps are found by.
     edit(path, "页有", "页\n\n有")
     with pytest.raises(ValueError, match="neither split nor join"):

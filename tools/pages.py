@@ -72,7 +72,8 @@ def pages():
         first, *_ = notebooks()
         book = SITE or first.relative_to(ROOT).as_posix()
         text = BOOK.sub(book, text)
-        found[ROOT / page] = zh.front_page(text) if zh.CHINESE in page else text
+        chinese = zh.CHINESE in page
+        found[ROOT / page] = zh.relinked_front_page(text) if chinese else text
     return found
 
 

@@ -3,9 +3,10 @@
 Beside X.ipynb or X.md may stand its translation, X.zh-CN.ipynb or X.zh-CN.md. A
 notebook's cells are its blocks; a page's are paragraphs, headings, items and rows of
 tables. Code, outputs and all that has no words is copied. Each other Chinese block has
-a stamp: the hash of the English block that it translates, and its own. So a change of
-either is seen: whose Chinese was changed is stamped again, and whose English alone was
-is reported as stale. Stamps are in the metadata of cells, and at the end of a page.
+a stamp: the hash of the English block that it translates, and its own. Stamps are in
+the metadata of cells, and at the end of a page. A block whose English has changed says
+that it is out of date, and since when, with the English text below it, and a new one is
+in English. Only a person's word ends that: --same, or a new text by --import.
 
 python -m tools.zh [--new ENGLISH] [--same PLACE] [CHINESE ...]
 python -m tools.zh --export CHINESE > FILE
@@ -15,6 +16,7 @@ python -m tools.zh --import CHINESE < FILE
 import argparse
 import copy
 import dataclasses
+import datetime
 import difflib
 import functools
 import hashlib
@@ -33,8 +35,7 @@ from tools.stages import known_files
 from tools.stages import stages
 
 CHINESE = ".zh-CN"
-TODO = "TODO "
-FRONT_PAGE = ROOT / f"README{CHINESE}.md"  # has a test of its own; no stamps
+TODO = "（待翻译）"
 HAN = "[\u4e00-\u9fff]"
 
 
@@ -44,6 +45,9 @@ class Block:
     text: str
     copied: bool  # as it is in English
     stamp: tuple = ()  # hashes of the English text that this translates, and of this
+    since: str = ""  # the day since which it is out of date
+    noticed: str = ""  # then the text with the notice that says so
+    generated: bool = False  # by tools/pages.py
     cell: object = None  # of a notebook
     end: str = ""  # the white space after it, on a page
 
@@ -56,6 +60,9 @@ FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"``.+?``|`(?:[^`\n]|\n(?!\n))+`")
 TAG = re.compile(r"<!--.*?-->|</?\w[^>]*>", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()[^()\s]+(?=[^()]*\))")
+NOTICE = re.compile(
+    r"(?:<br>|\n> )\*\*译文自 ([\d-]+) 起过时，以英文为准：\*\*.*", re.DOTALL
+)
 STAMPS = re.compile(r"\n<!-- translated, see tools/zh.py\n(.*)-->\n\Z", re.DOTALL)
 
 
@@ -73,7 +80,7 @@ def split(page):
         begins = not fence and (
             not parts
             or mark
-            or re.match(rf" *(?:{TODO})?(?:\||[-*] |\d+\. |#+ )", line)
+            or re.match(r" *(?:\||[-*] |\d+\. |#+ )", line)
             or (parts[-1].endswith(("\n\n", "```\n")) and line.strip())
         )
         if mark:
@@ -100,11 +107,19 @@ def read(path):
         for cell in nbformat.read(path, as_version=4).cells:
             stamp = tuple(cell.metadata.pop("translates", "").split())
             is_code = cell.cell_type != "markdown"
-            found.append(Block(cell.source, is_code, stamp, cell))
+            found.append(Block(cell.source, is_code, stamp, cell=cell))
+            take_notice(found[-1])
         return found
     text = path.read_text()
     stamps = STAMPS.search(text)
     blocks = split(text[: stamps.start()] if stamps else text)
+    generated = False
+    for block in blocks:
+        generated = block.text.startswith("<!-- stages") or (
+            generated and not block.text.startswith("<!-- end of stages")
+        )
+        block.generated = generated
+        take_notice(block)
     if stamps:
         lines = stamps[1].splitlines()
         if len(lines) != len(blocks):
@@ -119,18 +134,43 @@ def read(path):
 SPLIT = "neither split nor join paragraphs, items and rows of a page"
 
 
+def with_notice(text, english, path, since):
+    """Return a Chinese text, and below it that it is out of date, and the English one.
+
+    path: that of the English text. In a row of a table, all this is in the last cell.
+    """
+    says = f"**译文自 {since} 起过时，以英文为准：**"
+    english = LINK.sub(lambda match: in_chinese(match[0], path), english)
+    if text.lstrip().startswith("|"):
+        words = " · ".join(
+            cell.strip() for cell in english.strip().strip("|").split("|")
+        )
+        return f"{text.rstrip().removesuffix('|').rstrip()}<br>{says} {words} |"
+    english = re.sub("^#+ (.*)", r"**\1**", english, flags=re.MULTILINE)
+    lines = [f"> {line}".rstrip() for line in english.splitlines()]
+    return "\n".join([text, f"> {says}", ">", *lines])
+
+
+def take_notice(block):
+    """Take the notice of an outdated block out of its text, into its other fields."""
+    if not block.copied and (notice := NOTICE.search(block.text)):
+        block.since, block.noticed = notice[1], block.text
+        end = " |" if notice[0].startswith("<br>") else ""
+        block.text = block.text[: notice.start()] + end
+
+
 def write(path, blocks):
     if path.suffix == ".ipynb":
         cells = []
         for block in blocks:
             cells.append(cell := copy.deepcopy(block.cell))
-            cell.source = block.text
+            cell.source = block.noticed or block.text
             if block.stamp and not block.copied:
                 cell.metadata["translates"] = " ".join(block.stamp)
         book = nbformat.v4.new_notebook(cells=cells)
         write_notebook(book, path)
     else:
-        text = "".join(block.text + block.end for block in blocks)
+        text = "".join((block.noticed or block.text) + block.end for block in blocks)
         stamps = "".join(" ".join(block.stamp) + "\n" for block in blocks)
         path.write_text(f"{text}\n<!-- translated, see tools/zh.py\n{stamps}-->\n")
 
@@ -144,10 +184,9 @@ def chinese_of(path):
 
 
 def translations():
-    """Return the paths of the Chinese texts that have stamps, or shall get them."""
+    """Return the paths of the Chinese texts."""
     names = [ROOT / n for n in known_files() if f"{CHINESE}." in n]
-    texts = [path for path in names if path.suffix in (".ipynb", ".md")]
-    return [path for path in texts if path != FRONT_PAGE]
+    return [path for path in names if path.suffix in (".ipynb", ".md")]
 
 
 # ---- links ---------------------------------------------------------------------------
@@ -158,8 +197,8 @@ def slug(heading):
 
 
 def headings(text):
-    """Return [(level, heading)] of a text, those yet to be translated, too."""
-    found = re.findall(rf"^(?:{TODO})?(#{{1,6}}) +(.+)", FENCE.sub("", text), re.M)
+    """Return [(level, heading)] of a text."""
+    found = re.findall(r"^(#{1,6}) +(.+)", FENCE.sub("", text), re.MULTILINE)
     return [(len(level), words.strip()) for level, words in found]
 
 
@@ -176,8 +215,11 @@ def anchors(path):
 def in_chinese(target, english):
     """Return where a link of an English text leads in its translation.
 
-    A target that is Chinese already is returned as it is, if it is there.
+    A target that is Chinese already is returned as it is, if it is there. A text that
+    leads to its translation is led to by that.
     """
+    if target in (english.name, chinese_of(english).name):
+        return english.name
     name, _, anchor = target.partition("#")
     if ":" in name:
         return target
@@ -211,15 +253,9 @@ def relinked(text, original, english):
     return text
 
 
-def front_page(text):
-    """Return README's text, in either language, with links to what is translated."""
-    english = english_of(FRONT_PAGE)
-
-    def link(match):
-        own = match[0] in (english.name, FRONT_PAGE.name)
-        return match[0] if own else in_chinese(match[0], english)
-
-    return LINK.sub(link, text)
+def relinked_front_page(text):
+    """Return the Chinese README's text with links to what is translated."""
+    return LINK.sub(lambda match: in_chinese(match[0], ROOT / "README.md"), text)
 
 
 # ---- make zh -------------------------------------------------------------------------
@@ -311,6 +347,7 @@ def update(path, same=()):
 
     same: the numbers of the blocks whose Chinese is right for the changed English.
     """
+    today = datetime.date.today().isoformat()
     english_path = english_of(path)
     english = read(english_path)
     chinese = read(path) if path.is_file() else []
@@ -332,25 +369,24 @@ def update(path, same=()):
         before, own = old.stamp if old and old.stamp else ("", "")
         edited = old and hashed(old.text) != own
         if not old or (is_todo(old.text) and not edited):
-            space = re.match(" *", theirs.text)[0]
-            ours.text = space + TODO + theirs.text[len(space) :]
+            mark = re.match(r" *(?:\| ?|[-*] |\d+\. |#+ )?", theirs.text)[0]
+            ours.text = mark + TODO + theirs.text[len(mark) :]
             ours.stamp = (now, hashed(ours.text))
             continue
         ours.text = old.text
-        if is_todo(old.text):
-            ours.stamp = (before, own)
-            continue
-        if edited or n in same:
-            if before not in (now, ""):
-                print(f"{shown(path)}: {n:02}: taken as right for the changed English")
+        if n in same or theirs.generated or not before:
             before = now
-        ours.text = relinked(ours.text, theirs.text, english_path)
+        if before == now:
+            ours.text = relinked(ours.text, theirs.text, english_path)
+        else:
+            ours.since = old.since or today
+            ours.noticed = with_notice(ours.text, theirs.text, english_path, ours.since)
         ours.stamp = (before, hashed(ours.text))
     write(path, new)
 
 
 def is_todo(text):
-    return "TODO" in text
+    return TODO in text
 
 
 def shown(path):
@@ -467,8 +503,26 @@ def compared(theirs, ours, english):
             yield f"English: {line[:60]}"
 
 
+def left(path):
+    """Return what a person may translate in a translation, each as a line."""
+    found = []
+    for n, (theirs, ours) in enumerate(
+        zip(read(english_of(path)), read(path), strict=True)
+    ):
+        state = f"out of date since {ours.since}" if ours.since else ""
+        if not ours.copied and is_todo(ours.text):
+            state = "not translated"
+        if state:
+            first = " ".join(theirs.text.split())[:60]
+            found.append(f"{shown(path)}: {n:02}: {state}: {first}")
+    return found
+
+
 def problems(path):
-    """Return what is wrong with a translation, each as a line."""
+    """Return what is wrong with a translation, each as a line.
+
+    What is out of date, or not translated, and says so, is not wrong.
+    """
     english, chinese = read(english_of(path)), read(path)
     found = []
 
@@ -487,13 +541,17 @@ def problems(path):
         if theirs.copied:
             continue
         if is_todo(ours.text):
-            say("TODO", n)
             continue
         if not ours.stamp or ours.stamp[1] != hashed(ours.text):
             say("the Chinese has changed: type `make zh`", n)
-        elif ours.stamp[0] != hashed(theirs.text):
-            first = " ".join(theirs.text.split())[:60]
-            say(f"stale, the English has changed: {first}", n)
+        if outdated := bool(ours.stamp) and ours.stamp[0] != hashed(theirs.text):
+            parts = ours.text, theirs.text, english_of(path), ours.since
+            if not ours.since or ours.noticed != with_notice(*parts):
+                say("the English has changed: type `make zh`", n)
+        elif ours.since:
+            say("it is up to date: type `make zh`", n)
+        if outdated:
+            continue
         for wrong in compared(theirs.text, ours.text, english_of(path)):
             say(wrong, n)
         for target in links(ours.text):
@@ -513,26 +571,35 @@ MARK = re.compile(r"^=== (\d+) .*\n", re.MULTILINE)
 
 
 def export(path):
-    """Return a translation as plain text, below each stale block its English one."""
+    """Return a translation as plain text; of what is out of date, the English, too."""
     english, text = read(english_of(path)), ""
     for n, block in enumerate(read(path)):
         state = "is copied; leave it" if block.copied else "translate"
         if not block.copied and not is_todo(block.text):
             state = "is translated"
-            if block.stamp[0] != hashed(english[n].text):
-                state = f"is stale; in English:\n{english[n].text}\n=== {n:02} now"
+            if block.since:
+                state = (
+                    f"is out of date; in English:\n{english[n].text}\n=== {n:02} now"
+                )
         text += f"=== {n:02} {state}\n{block.text}\n"
     return text
 
 
 def import_(path, text):
-    """Put the blocks of such a text that are not copied into a translation."""
-    blocks = read(path)
+    """Put the blocks of such a text that are not copied into a translation.
+
+    Returns the numbers of those that are new: they translate the English as it is.
+    """
+    blocks, changed = read(path), []
     _, *parts = MARK.split(text)
-    for number, new in zip(parts[::2], parts[1::2], strict=True):
-        if not blocks[int(number)].copied:
-            blocks[int(number)].text = new.strip("\n")
+    texts = dict(zip(map(int, parts[::2]), parts[1::2], strict=True))  # the last ones
+    for number, new in texts.items():
+        block, new = blocks[number], new.strip("\n")
+        if not block.copied and block.text != new:
+            block.text, block.noticed = new, ""
+            changed.append(number)
     write(path, blocks)
+    return changed
 
 
 # ---- the program ---------------------------------------------------------------------
@@ -560,8 +627,8 @@ def main():
         return
     chosen = [path.resolve() for path in args.chinese]
     if args.import_:
-        import_(args.import_, sys.stdin.read())
         chosen = [args.import_.resolve()]
+        args.same += [(chosen[0], n) for n in import_(chosen[0], sys.stdin.read())]
     for path in map(Path.resolve, args.new):
         if not path.is_file() or CHINESE in path.name:
             fail(f"there is no English text {path}")
@@ -572,11 +639,10 @@ def main():
         update(path, [n for file, n in args.same if file == path])
     for path in paths:  # the headings are known now
         update(path)
-    if not chosen:
-        FRONT_PAGE.write_text(front_page(FRONT_PAGE.read_text()))
     found = [problem for path in paths for problem in problems(path)]
-    print("\n".join(found) or f"up to date: {len(paths)}")
-    sys.exit(bool(found) and not args.new)
+    may_be_done = [line for path in paths for line in left(path)]
+    print("\n".join([*may_be_done, *found]) or f"up to date: {len(paths)}")
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":
