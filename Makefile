@@ -14,7 +14,7 @@ WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -25,6 +25,7 @@ help:
 	@echo "make test TORCH=2.11  run them with that version of torch, or TORCH=latest"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
+	@echo "make update           after an edit: do all below, down to make steps, that it made stale (RUNS=no)"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
 	@echo "make notebooks SHOW=1 only their listings, diffs and pictures"
 	@echo "make zh               carry changes over to the Chinese texts (NEW=..., SAME=03:12)"
@@ -89,6 +90,9 @@ check: $(INSTALLED)
 	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py) \
 	  || failed=1; \
 	exit $$failed
+
+update: $(INSTALLED)
+	@$(PY) -m tools.update $(if $(filter no,$(RUNS)),--no-runs)
 
 lock: $(INSTALLED)
 	$(PY) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \

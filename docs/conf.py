@@ -92,7 +92,7 @@ COLORS = {kind: colors.to_hex(name) for kind, name in drawing.COLORS.items()}
 
 def recorded_steps():
     """Return the recorded steps, and the scripts of their stages."""
-    recorded = json.loads((ROOT / "docs/steps.json").read_text())
+    recorded = json.loads((ROOT / "docs/steps.json").read_text())["steps"]
     scripts = {name: (ROOT / name / "train.py").read_text() for name in recorded}
     return {"recorded": recorded, "scripts": scripts, "colors": COLORS}
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 
@@ -22,6 +23,8 @@ from tools import gpu
 from tools import pages
 from tools import picture
 from tools import record_steps
+from tools import stale
+from tools import update
 from tools.propagate import propagate
 from tools.sizes import changed_lines
 from tools.stages import ROOT
@@ -240,11 +243,87 @@ def test_the_site_compares_any_two_stages_as_diff_does():
         assert shown == [None if line[:2] == "@@" else line for line in wanted]
 
 
+# ---- make update ---------------------------------------------------------------------
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A repository of one notebook, whose cell runs a script that imports a module."""
+    files = {
+        "01_one/train.py": '"Title."\n\nfrom common.part import x  # why\n\nprint(x)\n',
+        "01_one/demos/one.py": "print(1)  # why\n",
+        "common/part.py": "x = 1  # why\n",
+        "nbtools/part.py": "x = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(stale, "ROOT", tmp_path)
+    sources = [
+        "from nbtools import part",
+        "lesson.show('01_one', 'x')",
+        "lesson.run(X)",
+    ]
+    command = "'python 01_one/train.py; 01_one/demos/one.py --text-file common/part.py'"
+    sources[2] = sources[2].replace("X", command)
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    path = tmp_path / "01_one/one.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "file, old, new, is_stale",
+    [
+        ("01_one/train.py", "why", "the reason", False),
+        ("01_one/train.py", "Title", "Other title", False),
+        ("01_one/train.py", "\n\nprint", "\n\n\nprint", True),
+        ("01_one/train.py", "print(x)", "print(2)", True),
+        ("01_one/demos/one.py", "why", "the reason", True),
+        ("common/part.py", "x = 1", "x = 2", True),
+        ("nbtools/part.py", "1", "2", False),
+        ("01_one/one.ipynb", "'x'", "'y'", False),
+        ("01_one/one.ipynb", "common/part.py", "01_one/train.py", True),
+    ],
+)
+def test_a_notebook_is_stale_when_what_it_runs_has_changed(
+    file, old, new, is_stale, small
+):
+    before = stale.digest_of_notebook(small)
+    replace_once(small.parents[1] / file, (old, new))
+    assert (stale.digest_of_notebook(small) != before) == is_stale
+
+
+def test_a_text_that_is_read_counts_with_its_comments(small):
+    before = stale.digest_of_notebook(small)
+    replace_once(small.parents[1] / "common/part.py", ("why", "the reason"))
+    assert stale.digest_of_notebook(small) != before
+
+
+def test_a_digest_is_of_all_that_the_notebooks_run():
+    named = stale.NAMED.findall("torchrun 03_ddp_launch/train.py; 09_resume.demos.x")
+    assert named == ["03_ddp_launch/train.py", "09_resume.demos.x"]
+    found = {file for path in notebooks() for file in stale.programs_of(path)}
+    assert {ROOT / stage / "train.py" for stage in stages()[2:]} <= found
+    assert ROOT / "common/checkpoint.py" in found
+    assert len(found) > 60 and not [one for one in found if one.suffix == ".ipynb"]
+
+
+def test_numbers_that_a_text_has_and_its_output_has_no_longer():
+    def book(text, printed):
+        out = [nbformat.v4.new_output("stream", text=printed)]
+        cells = [nbformat.v4.new_code_cell("x", outputs=out)]
+        cells.append(nbformat.v4.new_markdown_cell(text))
+        return nbformat.v4.new_notebook(cells=cells)
+
+    text = "It differs by 1.4e-15, in 24 steps of 0.5."
+    before, after = book(text, "1.4e-15 24 0.5 17"), book(text, "1.5e-15 24 0.25 18")
+    assert update.numbers_gone(before, after) == ["0.5", "1.4e-15"]
+
+
 # ---- make steps ----------------------------------------------------------------------
 @pytest.mark.parametrize("stage", [*map(only_in_ci, record_steps.RUNS)])
 def test_a_recorded_step_is_one_that_the_stage_takes(stage, tmp_path):
     """A fresh recording is equal; all ranks do the same things, in the same order."""
-    stored = json.loads(record_steps.PAGE.read_text())
+    stored = json.loads(record_steps.PAGE.read_text())["steps"]
     assert [*stored] == [*record_steps.RUNS]
     ranks = record_steps.record(stage, tmp_path)
     assert ranks == stored[stage], "stale: type `make steps`"

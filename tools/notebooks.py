@@ -4,7 +4,6 @@ python -m tools.notebooks [--show] [NOTEBOOK ...]
 """
 
 import argparse
-import ast
 import contextlib
 import io
 from pathlib import Path
@@ -14,6 +13,7 @@ from nbclient import NotebookClient
 
 from nbtools import lesson
 from tools import picture
+from tools import stale
 from tools.stages import fail
 from tools.stages import notebooks
 
@@ -24,6 +24,8 @@ def normalize(book):
     """Remove from a notebook what differs between machines, and number its cells."""
     language = {"name": "python"}
     metadata = {"kernelspec": KERNEL, "language_info": language}
+    if "ran_with" in book.metadata:  # see tools/stale.py
+        metadata["ran_with"] = book.metadata["ran_with"]
     book.metadata = nbformat.from_dict(metadata)
     book.nbformat, book.nbformat_minor = 4, 5
     for number, cell in enumerate(book.cells):
@@ -52,18 +54,8 @@ def execute(path):
         coalesce_streams=True,
     )
     client.execute()
+    book.metadata["ran_with"] = stale.digest_of_notebook(path)
     write(book, path)
-
-
-def only_shows(source):
-    """Return whether a cell only prints files of the repository, or diffs of them."""
-    nodes = [*ast.walk(ast.parse(source))]
-    called = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    own = {"lesson", *(n.id for n in names if isinstance(n.ctx, ast.Store))}
-    needs_no_other_cell = own.issuperset(name.id for name in names)
-    shows = bool(called) and all(name.startswith("lesson.show") for name in called)
-    return shows and needs_no_other_cell
 
 
 def show_again(path):
@@ -76,7 +68,7 @@ def show_again(path):
         for output in cell.get("outputs", []):
             if picture.drawn_by(output):
                 output.data["image/png"] = picture.drawn_now(output)
-        if cell.cell_type == "code" and only_shows(cell.source):
+        if cell.cell_type == "code" and stale.only_shows(cell.source):
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
                 exec(cell.source, {"lesson": lesson})

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbtools import harness
 from nbtools.counting import Collectives
+from tools import stale
 from tools.stages import ROOT
 from tools.stages import first_with
 
@@ -177,6 +178,12 @@ def record(stage, folder):
     return [json.loads(file.read_text()) for file in files]
 
 
+def made_from():
+    """Return the digest of what the steps are recorded from."""
+    scripts = [ROOT / stage / "train.py" for stage in RUNS]
+    return stale.digest([Path(__file__).read_text()], scripts)
+
+
 def main():
     if sys.argv[1:]:  # a rank of a stage
         stage, *flags = sys.argv[1:]
@@ -190,6 +197,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             recorded[stage] = record(stage, Path(folder))
             print(stage, [len(each) for each in recorded[stage]])
+    recorded = {"made_from": made_from(), "steps": recorded}
     PAGE.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
 
 

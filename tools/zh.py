@@ -603,6 +603,19 @@ def import_(path, text):
 
 
 # ---- the program ---------------------------------------------------------------------
+def carry_over(paths, same=()):
+    """Bring translations up to date; return what may be translated, and what is wrong.
+
+    same: (path, number) of blocks whose Chinese is right for the changed English.
+    """
+    for path in paths:
+        update(path, [n for file, n in same if file == path])
+    for path in paths:  # the headings are known now
+        update(path)
+    waiting = [line for path in paths for line in left(path)]
+    return waiting, [problem for path in paths for problem in problems(path)]
+
+
 def place(text):
     """Return (path, number) for 03:12, or for NAME.ipynb:12, English or Chinese."""
     name, _, number = text.rpartition(":")
@@ -635,14 +648,9 @@ def main():
         update(chinese_of(path))
         chosen.append(chinese_of(path))
     paths = chosen or translations()
-    for path in paths:
-        update(path, [n for file, n in args.same if file == path])
-    for path in paths:  # the headings are known now
-        update(path)
-    found = [problem for path in paths for problem in problems(path)]
-    may_be_done = [line for path in paths for line in left(path)]
-    print("\n".join([*may_be_done, *found]) or f"up to date: {len(paths)}")
-    sys.exit(bool(found))
+    waiting, wrong = carry_over(paths, args.same)
+    print("\n".join([*waiting, *wrong]) or f"up to date: {len(paths)}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""`make update`: bring up to date what an edit made stale, and say what is left to do.
+
+Of what takes long, only what is stale is done again; tools/stale.py says what that is.
+
+python -m tools.update [--no-runs]
+"""
+
+import argparse
+import json
+import re
+import time
+
+import nbformat
+
+from tools import notebooks
+from tools import pages
+from tools import record_steps
+from tools import stale
+from tools import zh
+from tools.propagate import propagate
+from tools.stages import ROOT
+from tools.stages import notebooks as all_notebooks
+
+
+# ---- what a person has to look at ----------------------------------------------------
+def numbers(texts):
+    found = re.findall(
+        r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])", "\n".join(texts)
+    )
+    return {number for number in found if len(number) > 1}
+
+
+def printed(book):
+    outputs = [one for cell in book.cells for one in cell.get("outputs", [])]
+    return numbers(
+        str(one.get("text", one.get("data", {}).get("text/plain", "")))
+        for one in outputs
+    )
+
+
+def numbers_gone(before, after):
+    """Return the numbers of a notebook's text that it printed before, and not now."""
+    text = [cell.source for cell in after.cells if cell.cell_type == "markdown"]
+    return sorted((printed(before) - printed(after)) & numbers(text))
+
+
+# ---- the program ---------------------------------------------------------------------
+class Steps:
+    """Prints what is done, of how many steps, and how long each takes."""
+
+    def __init__(self, count):
+        self.number, self.count = 0, count
+
+    def run(self, title, function, *arguments):
+        self.number += 1
+        print(f"[{self.number}/{self.count}] {title}", flush=True)
+        start = time.monotonic()
+        result = function(*arguments)
+        print(f"      {time.monotonic() - start:.0f} s", flush=True)
+        return result
+
+
+def run_notebooks(runs):
+    """Run the stale notebooks; return what is left to do, as lines."""
+    left, found = [], stale.stale_notebooks()
+    for number, path in enumerate(found, 1):
+        name = path.relative_to(ROOT)
+        if not runs:
+            left.append(f"make notebooks NOTEBOOKS={name}")
+            continue
+        print(f"      {number} of {len(found)}: {name}", flush=True)
+        before = nbformat.read(path, as_version=4)
+        notebooks.execute(path)
+        gone = numbers_gone(before, nbformat.read(path, as_version=4))
+        if gone:
+            left.append(f"{name}: its text has {', '.join(gone)}, no longer printed")
+    return left
+
+
+def show_again():
+    for path in all_notebooks():
+        notebooks.show_again(path)
+
+
+def record():
+    if (
+        json.loads(record_steps.PAGE.read_text())["made_from"]
+        != record_steps.made_from()
+    ):
+        record_steps.main()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--no-runs", action="store_true", help="run no notebook")
+    args = parser.parse_args()
+    steps = Steps(6)
+    steps.run("carry edited stages to those that build on them", propagate, ROOT)
+    steps.run("listings, diffs and pictures of the notebooks", show_again)
+    left = steps.run(
+        "run the notebooks that are stale", run_notebooks, not args.no_runs
+    )
+    steps.run("record the steps of the site, if they are stale", record)
+    steps.run("lists of stages, docs/faults.md, pictures of the pages", pages.main)
+    waiting, wrong = steps.run(
+        "carry over to Chinese", zh.carry_over, zh.translations()
+    )
+    print("\nleft for a person:" if left or waiting or wrong else "\nnothing is left")
+    for line in [*left, *waiting, *wrong]:
+        print(f"- {line}")
+    print("then: make check")
+
+
+if __name__ == "__main__":
+    main()
