@@ -79,13 +79,15 @@ def a_mixed_precision_step(scaled=False):
         style = {"boxstyle": "round,pad=0.4", "facecolor": color, "alpha": 0.4}
         style |= {"edgecolor": "black" if kind else "tab:red", "lw": 1 if kind else 2}
         axis.text(x, row, text, ha="center", va="center", size=12, bbox=style)
-    for n, ((row, *_), (below, *_)) in enumerate(itertools.pairwise(steps)):
+    for n, ((row, text, _), (below, other, _)) in enumerate(itertools.pairwise(steps)):
         x, end = places[n], places[n + 1]
         if row == below:
             arrow(axis, (end - 0.57, row), (end - 0.43, row))
         else:
-            ends = 0.45 if row > below else -0.45
-            arrow(axis, (x + 0.2, row - ends), (end - 0.2, below + ends))
+            away, there = (0.52 if "\n" in each else 0.3 for each in (text, other))
+            down = 1 if row > below else -1
+            start = (x + 0.15, row - down * away)
+            arrow(axis, start, (end - 0.15, below + down * there))
     axis.text(0.62, 0.88, "copies", size=12, weight="bold")
 
 
@@ -139,8 +141,8 @@ def loss_scales(scales):
 def memory_in_two_precisions(networks, narrow=False):
     """Plot what a training step of some networks needs, without autocast and with it.
 
-    networks: {title: {kind of memory: (MiB in float32, MiB under autocast)}}. A bar is
-    a fraction of the sum in float32; the number beside it is in MiB.
+    networks: {title: {kind of memory: (MiB in float32, MiB under autocast)}}. A bar's
+    length is its fraction of the sum in float32; the number beside it is in MiB.
     """
     axes = panels(len(networks), 3.6, narrow, sharex=True, sharey=True)
     for axis, (title, kinds) in zip(axes, networks.items(), strict=True):
@@ -155,8 +157,8 @@ def memory_in_two_precisions(networks, narrow=False):
                 axis.text(size / total, row + place, text, va="center", size=12)
         axis.set_yticks(range(len(kinds)), kinds, size=12)
         axis.set_title(title, size=12)
-        axis.set_xlabel("% of the sum in float32", size=12)
-        axis.tick_params(axis="x", labelsize=12)
+        axis.set(xticks=[])
+        axis.set_xlabel("MiB, each network to its own scale", size=12)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_xlim(0, 95)
     axes[0].invert_yaxis()
@@ -187,7 +189,7 @@ CHINESE = {
     "times 2^16": "乘以 2^16",
     "loss scale": "缩放因子",
     "overflow: step skipped": "上溢：跳过这个 step",
-    "% of the sum in float32": "占 float32 总量的百分比",
+    "MiB, each network to its own scale": "MiB（两个网络的比例尺不同）",
     "convolutions, batch of {}": "卷积网络，batch size 为 {}",
     "wide layers, batch of {}": "宽的线性层，batch size 为 {}",
     "optimizer": "优化器状态",
