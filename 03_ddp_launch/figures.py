@@ -233,6 +233,12 @@ def fails_ends_is_noticed():
         title = "rank 0 takes longest to end" if slow == 0 else "--slow-rank 1"
         axis.set_title(title, loc="left", size=12)
         axis.spines[["top", "right"]].set_visible(False)
+    for color, alpha, label in (
+        ("tab:green", 0.45, "runs"),
+        ("tab:gray", 0.35, "is ending"),
+    ):
+        axes[0].barh(0, 0, color=color, alpha=alpha, label=label)
+    axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axes[1].set_xlabel("time (drawn, not measured); x: the rank raises")
     plt.tight_layout()
 
@@ -254,7 +260,7 @@ def losses_by_batch(batches, losses, small):
         style = {"fmt": "o-", "capsize": 4, "label": rule}
         axis.errorbar(beside, middle, yerr=(below, above), **style)
     axis.axhline(small, color="k", linestyle="--", label="batch 15")
-    axis.set(xscale="log", yscale="log", xlabel="global batch")
+    axis.set(xscale="log", yscale="log", xlabel="global batch (log scale)")
     axis.set_ylabel("training loss, sixth epoch")
     axis.set_xticks(batches, labels=batches)
     axis.xaxis.set_minor_locator(plt.NullLocator())
@@ -308,12 +314,14 @@ CHINESE = {
     "step {}\ndone": "step {}\n之后",
     "connection error": "连接错误",
     "ended by torchrun": "被 torchrun 结束",
+    "is ending": "正在结束",
+    "runs": "运行",
     "ends: torchrun notices it first": "结束，torchrun 最先发现",
     "rank {} takes longest to end": "rank {} 结束得最慢",
     "time (drawn, not measured); x: the rank raises": (
         "时间（示意，非实测）；×：rank 抛出异常"
     ),
-    "global batch": "全局 batch",
+    "global batch (log scale)": "全局 batch（对数坐标）",
     "lr unchanged": "lr 不变",
     "training loss, sixth epoch": "训练 loss，第 6 个 epoch",
     "built for len(train_loader) steps": "按 len(train_loader) 个 step 构造",

@@ -14,7 +14,6 @@ torch.set_num_threads(1)  # otherwise the last digits depend on the number of co
 
 # far apart: the order of an epoch follows from seed + epoch
 EPOCHS, SEEDS = 6, (0, 100, 200)
-SGD = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 (images, labels), (val_images, val_labels) = data.digits()
 images, val_images = (
@@ -22,27 +21,29 @@ images, val_images = (
 )
 
 
-def warmup_cosine(optimizer, steps, warmup):
-    """Return a scheduler that warms up over so many epochs, of so many steps each."""
+def warmup_cosine(optimizer, steps):
+    """Return a scheduler that warms up over one epoch, of so many steps."""
 
     def factor(step):
-        if step < warmup * steps:
-            return (step + 1) / (warmup * steps)
-        progress = (step / steps - warmup) / (EPOCHS - warmup)
+        if step < steps:
+            return (step + 1) / steps
+        progress = (step / steps - 1) / (EPOCHS - 1)
         return 0.5 * (1 + math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, factor)
 
 
 @functools.cache
-def train(batch_size, lr, warmup=1, seed=0, optimizer_class=SGD):
+def train(batch_size, lr, seed=0):
     """Return the training loss of each epoch and the validation error in percent."""
     torch.manual_seed(seed)
     # neither batch norm nor dropout, so there is no need for model.eval()
     model = SmallResNet(1, 10).to(memory_format=torch.channels_last)
-    optimizer = optimizer_class(model.parameters(), lr)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
     steps = len(images) // batch_size  # per epoch
-    scheduler = warmup_cosine(optimizer, steps, warmup)
+    scheduler = warmup_cosine(optimizer, steps)
     losses = []
     for epoch in range(1, EPOCHS + 1):
         generator = torch.Generator().manual_seed(seed + epoch)
@@ -61,19 +62,19 @@ def train(batch_size, lr, warmup=1, seed=0, optimizer_class=SGD):
     return losses, 100 * wrong.double().mean().item()
 
 
-def losses_of(batch_size, lr, **options):
+def losses_of(batch_size, lr):
     """Return the last training loss with each of the SEEDS, the lowest first."""
-    runs = [train(batch_size, lr, seed=seed, **options) for seed in SEEDS]
+    runs = [train(batch_size, lr, seed=seed) for seed in SEEDS]
     return sorted(losses[-1] for losses, _ in runs)
 
 
-def show(name, batch_size, lr, **options):
+def show(name, batch_size, lr):
     """Print the middle of three runs, and in brackets the lowest and the highest.
 
     Returns the three losses.
     """
-    low, loss, high = losses = losses_of(batch_size, lr, **options)
-    runs = [train(batch_size, lr, seed=seed, **options) for seed in SEEDS]
+    low, loss, high = losses = losses_of(batch_size, lr)
+    runs = [train(batch_size, lr, seed=seed) for seed in SEEDS]
     least, wrong, most = sorted(error for _, error in runs)
     text = f"loss {loss:.3f} ({low:.3f} to {high:.3f})"
     print(f"{name:32} {text}, {wrong:.1f} % wrong ({least:.1f} to {most:.1f})")
