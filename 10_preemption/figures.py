@@ -11,7 +11,10 @@ def asked_after_a_step():
     """Draw two ranks of which one gets a signal: each alone, and asking each other."""
     axis = canvas(5.4, (-1.5, 10.6), (-0.9, 6.6))
     signal = "tab:red"
-    for low, title in ((3.7, "each rank looks at its own signals"), (0, "they ask")):
+    for low, title in (
+        (3.7, "each rank looks at its own signals"),
+        (0, "they ask each other after the step"),
+    ):
         axis.text(-1.4, low + 2.3, title, weight="bold")
         for rank, y in ((0, low + 1.4), (1, low)):
             axis.text(-0.5, y, f"rank {rank}", ha="right", va="center")
@@ -135,7 +138,7 @@ CHINESE = {
     "each rank looks at its own signals": "每个 rank 只看自己收到的信号",
     "save": "保存",
     "stops": "停止",
-    "they ask": "各个 rank 互相询问",
+    "they ask each other after the step": "各个 rank 在 step 之后互相询问",
     "wait": "等待",
     "waits for the checkpoint": "等待检查点写完",
     "SIGKILL after KillWait, if a process is left": (
