@@ -28,27 +28,18 @@ def killed_and_started_again():
 
 
 @picture
-def what_a_checkpoint_forgets(rates, without_scheduler, off):
-    """Plot measured runs that were resumed from checkpoints that lack something.
+def a_warm_up_that_starts_again(rates, without_scheduler):
+    """Plot the learning rate of a run, and of one that was resumed without its place.
 
     rates: the learning rate in each step of a run that was not interrupted;
-    without_scheduler: that of one that was resumed without the scheduler's state; off:
-    {what is forgotten: the largest difference of a weight after each step}.
+    without_scheduler: that of one that was resumed without the scheduler's state.
     """
-    _, (top, bottom) = plt.subplots(2, 1, figsize=(7, 7), layout="constrained")
+    _, axis = plt.subplots(figsize=(7, 3), layout="constrained")
     steps = range(1, len(rates) + 1)
-    top.plot(steps, rates, label="not interrupted")
-    top.plot(steps, without_scheduler, "--", label="resumed without the scheduler")
-    top.set(xlabel="step", title="learning rate", ylim=(0, 0.14))
-    top.legend()
-    for forgets, differences in off.items():
-        bottom.plot(steps, differences, label=forgets)
-    bottom.axhline(0.125, color="black", lw=1, ls=":")
-    bottom.text(51, 0.14, "no weight starts farther from 0", va="bottom")
-    bottom.set_yscale("symlog", linthresh=1e-4)  # logarithmic, with a place for 0
-    bottom.set(xlabel="step", title="largest difference of a weight")
-    bottom.set(xlim=(50, 200), ylim=(-2e-5, 1))
-    bottom.legend(title="forgets", loc="lower right", bbox_to_anchor=(1, 0.06))
+    axis.plot(steps, rates, label="not interrupted")
+    axis.plot(steps, without_scheduler, "--", label="resumed without the scheduler")
+    axis.set(xlabel="step", title="learning rate", ylim=(0, 0.14))
+    axis.legend()
 
 
 @picture
@@ -154,14 +145,6 @@ CHINESE = {
     "killed in step {}": "第 {} 个 step 期间被 kill",
     "resumes here": "从这里恢复",
     "steps {} to {}: taken twice": "第 {} 到 {} 个 step：执行了两次",
-    "forgets": "缺少的内容",
-    "scheduler": "学习率调度器",
-    "momentum": "动量",
-    "position": "位置",
-    "random state": "随机数状态",
-    "nothing": "无",
-    "largest difference of a weight": "权重的最大差别",
-    "no weight starts farther from 0": "权重初始值的绝对值都不超过这条线",
     "not interrupted": "没有中断",
     "resumed without the scheduler": "恢复时缺少学习率调度器",
     "3 heartbeats\nof B missed": "B 缺失\n3 次心跳",
