@@ -53,7 +53,7 @@ WANTS = {
     "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss",
     "set_epoch": "every epoch.*#set_epoch-forgotten",
     "downloads by all ranks": "all ranks download.*#3-data",
-    "Slurm's ranks": "SLURM_PROCID.*#slurm_procid-as-the-number-of-the-gpu",
+    "Slurm's ranks": "SLURM_PROCID.*#the-wrong-number",
     "GPU 0's memory": "memory of GPU 0.*#2-processes",
     "spawn in notebooks": "AttributeError.*#a-function-from-a-notebooks-cell",
     "not faster": "brings little.*#why-it-is-not-n-times-faster",
