@@ -48,7 +48,7 @@ WANTS = {
     "not equal to one GPU": "different weights than one.*#what-would-spoil-the-",
     "batch size and learning rate": "global batch .* learning rate .*#what-does---",
     "the exact accuracy from all GPUs": "accuracy .*#shards-combined-wrongly",
-    "local_rank": "--local_rank.*old_launchers.md",
+    "local_rank": "--local_rank.*old_ways.md",
     "port in use": "EADDRINUSE.*#a-port-that-is-taken",
     "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss",
     "set_epoch": "every epoch.*#set_epoch-forgotten",
