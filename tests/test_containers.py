@@ -101,21 +101,6 @@ def assert_names_fit(service, job):
     assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:" in line
 
 
-def test_a_second_training_has_names_and_a_folder_of_its_own():
-    """The page's sed makes another Job of job.yaml."""
-    sed = re.search(r"^\$ (sed .*) > second.yaml$", PAGE, re.MULTILINE)[1]
-    made = [*yaml.safe_load_all(harness.run(["sh", "-c", sed], cwd=ROOT).stdout)]
-    first = documents("job.yaml")
-    assert_names_fit(*made)
-    for each, other in zip(made, first, strict=True):
-        assert each["metadata"]["name"] != other["metadata"]["name"]
-    pods = [job["spec"]["template"]["spec"] for _, job in (made, first)]
-    (one, two) = [shlex.split(pod["containers"][0]["args"][0]) for pod in pods]
-    folders = [words[-1].removeprefix("--checkpoint-dir=") for words in (one, two)]
-    assert Path(folders[0]).parent == Path(folders[1])
-    assert pods[0]["volumes"] == pods[1]["volumes"]  # the same disk
-
-
 def test_the_names_in_the_manifests_fit_together(job, pod):
     service, (claim,) = documents("job.yaml")[0], documents("checkpoints.yaml")
     assert_names_fit(service, job)
