@@ -168,6 +168,7 @@ def test_what_a_step_waits_for_is_printed(several):
     assert found[0][1] == "1.00"
 
 
+@pytest.mark.release  # torchao's prototype
 def test_float8_is_measured_against_bfloat16():
     pytest.importorskip("torchao", reason="torchao is not installed")
     done = run("python -m benchmarks.float8 --widths 16 32 --tokens 64")

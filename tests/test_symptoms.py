@@ -2,7 +2,8 @@
 
 The section is in a stage's notebook, in a companion beside it, or on a page in docs/,
 for instance on this page. Words with the mark † are quoted and were not produced here;
-those with the mark ‡ were, on a GPU, by a program that the page names.
+those with the mark ‡ were, on a GPU, by a program that the page names. What torch says
+and does is tested once a week: --release runs it.
 """
 
 import argparse
@@ -30,44 +31,6 @@ from tests.symptoms_harness import rows
 from tools.stages import ROOT
 
 WORDS = "06_slurm/demos/nccl_words.py"
-
-# What readers ask for most, and a pattern of the row that answers it.
-WANTS = {
-    "why does it hang": "in the middle of a run.*when_it_hangs.ipynb#a-job-that-stops",
-    "it does not start": "client socket has timed out.*#1-does-it-start",
-    "NCCL's timeout": "Watchdog caught.*#5-what-nccl-leaves-behind",
-    "NCCL's network": "unhandled system error.*#what-nccl-says",
-    "which rank failed": "ChildFailedError.*error_file.*#an-exception",
-    "out of a GPU's memory": "CUDA out of memory.*#a-gpu-is-full",
-    "out of memory": "oom_kill.*#the-jobs-memory-is-full",
-    "out of shared memory": "Bus error.*#shared-memory-is-full",
-    "out of time": "DUE TO TIME LIMIT.*#the-jobs-time-is-over",
-    "more processes than GPUs": "invalid device ordinal.*#choosing-gpus",
-    "CUDA in a fork": "Cannot re-initialize CUDA.*#fork-instead-of-spawn",
-    "DDP and activation checkpointing": "ready only once.*#used-twice",
-    "not equal to one GPU": "different weights than one.*#what-would-spoil-the-",
-    "batch size and learning rate": "global batch .* learning rate .*#what-does---",
-    "the exact accuracy from all GPUs": "accuracy .*#shards-combined-wrongly",
-    "local_rank": "--local_rank.*old_ways.md",
-    "port in use": "EADDRINUSE.*#a-port-that-is-taken",
-    "find_unused_parameters": "find_unused_parameters.*#a-parameter-that-the-loss",
-    "set_epoch": "every epoch.*#set_epoch-forgotten",
-    "downloads by all ranks": "all ranks download.*#3-data",
-    "Slurm's ranks": "SLURM_PROCID.*#the-wrong-number",
-    "GPU 0's memory": "memory of GPU 0.*#2-processes",
-    "spawn in notebooks": "AttributeError.*#a-function-from-a-notebooks-cell",
-    "not faster": "brings little.*#why-it-is-not-n-times-faster",
-    "no_sync": "no_sync.*#no_sync-around-backward-only",
-    "order of mixed precision's calls": "in which order.*fp16.ipynb#the-order",
-    "resuming exactly": "resumed run.*#what-the-usual-checkpoint-forgets",
-    "uneven inputs": "uneven inputs.*#one-batch-more-than-the-others",
-    "collectives under rank 0": "if rank == 0.*#a-collective-under-if-rank--0",
-    "the prefix module.": "module.0.weight.*#names-that-begin-with-module",
-    "when SyncBatchNorm": "is SyncBatchNorm needed.*#batch-norm",
-    "augmentation per rank": "random crops.*#the-same-random-numbers-on-every-rank",
-    "a model that does not fit": "does not fit on one GPU.*#the-idea",
-    "warnings at exit": "destroy_process_group.*#6-the-run",
-}
 
 
 def slug(heading):
@@ -131,16 +94,6 @@ def label_of(file, heading):
     return f"{stage}: {heading.removeprefix(f'{stage} · ')}"
 
 
-def test_the_page_is_long_enough_for_what_readers_want():
-    assert len(WANTS) == 34
-    assert len(rows()) >= len(WANTS)
-
-
-@pytest.mark.parametrize("want", WANTS)
-def test_what_readers_want_has_a_row(want):
-    assert any(re.search(WANTS[want], line) for line in lines())
-
-
 @pytest.mark.parametrize("file", sorted({row[2] for row in rows()}))
 def test_a_row_links_to_a_section_that_shows_its_words(file):
     if file.endswith(".py"):
@@ -187,6 +140,7 @@ def test_the_program_that_speaks_on_a_gpu_has_what_the_page_names():
     assert len(named) >= 5 and set(named) <= set(kinds)
 
 
+@pytest.mark.release
 def test_models_of_different_sizes():
     """The one thing that this program says on CPUs, too."""
     command = f"torchrun --standalone --nproc-per-node=2 {WORDS} other_models"
@@ -210,6 +164,7 @@ class CalledTwice(nn.Module):
         return x
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_variable_that_is_ready_twice():
     def train(**options):
@@ -224,6 +179,7 @@ def test_a_variable_that_is_ready_twice():
     train(use_reentrant=False)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_static_graph_whose_first_step_begins_under_no_sync():
     ((see, *_),) = [row for row in rows() if "expect_autograd_hooks_" in row[0]]
@@ -232,6 +188,7 @@ def test_a_static_graph_whose_first_step_begins_under_no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_model_that_is_not_on_the_gpu_that_is_named():
     ((see, *_),) = [row for row in rows() if "device_ids and output" in row[0]]
@@ -255,6 +212,7 @@ class WithTransposedBuffer(nn.Module):
         return self.layer(x) + self.pe[0]
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_buffer_that_is_a_transposed_view():
     def train(cloned):
@@ -269,6 +227,7 @@ def test_a_buffer_that_is_a_transposed_view():
     train(cloned=True)
 
 
+@pytest.mark.release
 def test_a_file_of_more_than_weights(tmp_path):
     _, lines = sections(PAGE)["not-only-weights-weights-only-load-failed"]
     text = "\n".join(lines)
@@ -285,6 +244,7 @@ def test_a_file_of_more_than_weights(tmp_path):
         assert torch.load(path)["args"].lr == 0.1
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_what_dcp_load_says(tmp_path):
     def make(width, layers):
@@ -346,6 +306,7 @@ def saved(folder, model, optimizer):
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_optimizers_state_is_not_loaded_beside_gradients(tmp_path, gradients):
@@ -367,6 +328,7 @@ def test_the_optimizers_state_is_not_loaded_beside_gradients(tmp_path, gradients
         assert new.full_tensor().equal(old.full_tensor())
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_what_a_model_lacks_is_ignored(tmp_path):
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -376,6 +338,7 @@ def test_what_a_model_lacks_is_ignored(tmp_path):
     assert smaller[0].weight.equal(larger[0].weight)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_parameter_group_without_parameters(tmp_path):
     ((see, *_),) = [
@@ -413,6 +376,7 @@ def test_metrics_whose_keys_differ_by_rank(tmp_path):
     assert "105" in text and "52.5" in text
 
 
+@pytest.mark.release
 def test_images_of_16_bits_and_damaged_ones(tmp_path):
     ((see, *_),) = [row for row in rows() if "image file is truncated" in row[0]]
     truncated, unknown = re.findall(r"`([^`]+)`", see)
@@ -437,6 +401,7 @@ def test_images_of_16_bits_and_damaged_ones(tmp_path):
         Image.open(photo)
 
 
+@pytest.mark.release
 def test_a_full_disk():
     ((see, *_),) = [row for row in rows() if "unexpected pos" in row[0]]
     container, position, _ = re.findall(r"`([^`]+)`", see)
@@ -445,6 +410,7 @@ def test_a_full_disk():
     assert re.search(position.replace("...", r"\d+"), str(error.value))
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_clipping_weights_of_two_meshes():
     ((see, _, _, _),) = [row for row in rows() if "aten.stack.default" in row[0]]
