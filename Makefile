@@ -138,17 +138,8 @@ gpu:
 	@$(ANY_PYTHON) -m tools.gpu $(PART)
 
 # Each library is in an environment of its own, which sees the torch that is in .venv.
-.venv-%/installed: recipes/neighbors/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)
+.venv-%/installed: other_libraries/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)
 	tools/neighbor_env.sh $* $(PY)
 
-ray: .venv-ray/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_ray.py $(ARGS)
-
-trl: .venv-trl/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_trl.py $(ARGS)
-
-horovod: .venv-horovod/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_horovod.py $(ARGS)
-
-torchft: .venv-torchft/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest tests/test_torchft.py $(ARGS)
+ray trl horovod torchft: %: .venv-%/installed
+	REQUIRE_NEIGHBORS=1 $(PY) -m pytest --release -k $* tests/test_pinned_libraries.py $(ARGS)

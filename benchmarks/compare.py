@@ -41,12 +41,12 @@ STEPS = 10  # of an epoch, by default
 LIBRARIES = {
     "Accelerate": (
         "accelerate",
-        "recipes/neighbors/accelerate_train.py",
+        "other_libraries/accelerate_train.py",
         "torchrun --standalone --nproc-per-node={processes}",
     ),
     "Lightning Fabric": (
         "lightning_fabric",
-        "recipes/neighbors/fabric_train.py",
+        "other_libraries/fabric_train.py",
         "{bin}/fabric run --accelerator=cpu --devices={processes} --main-port={port}",
     ),
 }

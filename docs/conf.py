@@ -128,7 +128,8 @@ def sidebar():
     found["When it fails"] = FAILS
     docs = [f"docs/{path.stem}" for path in sorted(ROOT.glob("docs/*.md"))]
     others = [p for p in docs if p not in START + FAILS and not p.endswith(zh.CHINESE)]
-    found["Reference"] = [*others, "recipes/README", "benchmarks/README"]
+    found["Reference"] = [*others, "recipes/README", "other_libraries/README"]
+    found["Reference"] += ["benchmarks/README"]
     code = [f"{path.parent.name}/__init__" for path in ROOT.glob("*/__init__.py")]
     code = [page for page in sorted(code) if page != "benchmarks/__init__"]
     found["Code"] = ["CONTRIBUTING", *code]

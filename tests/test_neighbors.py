@@ -21,7 +21,7 @@ from tools.stages import first_with
 
 pytestmark = pytest.mark.ci
 
-PAGE = ROOT / "docs/other_libraries.md"
+PAGE = FOLDER / "README.md"
 STAGE = first_with("ddp")
 ACCELERATE, FABRIC = "accelerate_train.py", "fabric_train.py"
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning-fabric"}
@@ -65,9 +65,9 @@ def run(words, reference, folder, code=0, **variables):
 
 def run_changed(program, replacements, reference, folder, **variables):
     """Run a program with replaced texts under torchrun, with any exit code."""
-    (folder / "recipes/neighbors").mkdir(parents=True)
+    (folder / FOLDER.name).mkdir(parents=True)
     (folder / "common").symlink_to(ROOT / "common")
-    script = folder / "recipes/neighbors" / program
+    script = folder / FOLDER.name / program
     replace_once(FOLDER / program, *replacements, target=script)
     words = ["torchrun", "--standalone", "--nproc-per-node=2", script, "out/last.pt"]
     return run(words, reference, folder, code=None, GROUP_RANK="0", **variables)

@@ -1,7 +1,7 @@
 """Other libraries fine-tune a Hugging Face model as your_own_script/hugging_face does.
 
-What docs/other_libraries.md says of them is true. tests/test_neighbors.py compares its
-tables with the programs. Most of it can change with a version, so --release runs it.
+What other_libraries/README.md says of them is true; tests/test_neighbors.py compares
+its tables with the programs. Most of it changes with versions, so --release runs it.
 """
 
 import functools
@@ -124,7 +124,7 @@ def as_if_on_gpus():
 # ---- runs ----------------------------------------------------------------------------
 def changed(program, folder, *replacements):
     """Copy a program and what it imports, and replace texts that are there once."""
-    copy = folder / "recipes/neighbors"
+    copy = folder / FOLDER.name
     copy.mkdir(parents=True)
     (folder / "your_own_script").symlink_to(ROOT / "your_own_script")
     (copy / "hf_args.py").symlink_to(FOLDER / "hf_args.py")
@@ -249,7 +249,7 @@ def test_a_command_prints_what_its_docstring_shows(program, before, tmp_path):
 @same_toy
 def test_the_docstrings_show_what_fsdp_prints(before):
     """But the Trainer's shows another norm, which the page explains."""
-    text = (ROOT / "docs/other_libraries.md").read_text()
+    text = (FOLDER / "README.md").read_text()
     shown, _ = before("llama")
     _, printed = docstring(CONFIG.name)
     assert epochs(shown) == printed[:2]

@@ -370,6 +370,7 @@ def reduce_metrics(rank, folder):
         assert means == {"mask": 105, "kpt": 52.5}
 
 
+@pytest.mark.release
 def test_metrics_whose_keys_differ_by_rank(tmp_path):
     harness.call_in_forks(reduce_metrics, [(0, tmp_path), (1, tmp_path)])
     text = "\n".join(sections(PAGE)["metrics-whose-keys-differ-by-rank"][1])

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Make the environment of a library that recipes/neighbors shows: .venv-NAME.
+# Make the environment of a library that other_libraries shows: .venv-NAME.
 #
 #   tools/neighbor_env.sh NAME PYTHON
 #
 # NAME is ray, trl, horovod or torchft. The environment sees the packages of PYTHON's environment,
-# torch above all, and installs only what recipes/neighbors/requirements-NAME.txt names
+# torch above all, and installs only what other_libraries/requirements-NAME.txt names
 # in addition. Horovod is built from source, for CPUs and over gloo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=$1 python=$2
 env=$PWD/.venv-$name
-requirements=recipes/neighbors/requirements-$name.txt
+requirements=other_libraries/requirements-$name.txt
 purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
 
 pip_install() {

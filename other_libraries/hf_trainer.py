@@ -1,11 +1,11 @@
 """Fine-tunes with the Trainer what your_own_script/hugging_face/fsdp.py fine-tunes.
 
-docs/other_libraries.md shows which line of fsdp.py became which, and what else the
+README.md shows which line of fsdp.py became which, and what else the
 Trainer does. On GPUs it shards the model with FSDP2; on CPUs it trains with DDP, which
 shards nothing. The last line says how many modules were sharded.
 
 $ python your_own_script/hugging_face/make_model.py llama --out runs/llama
-$ torchrun --standalone --nproc-per-node=2 recipes/neighbors/hf_trainer.py \
+$ torchrun --standalone --nproc-per-node=2 other_libraries/hf_trainer.py \
     runs/llama --dtype=float64 --epochs=2 --out=runs/trainer
 {'loss': '4.639', 'grad_norm': '0.9776', 'learning_rate': '0.003', 'epoch': '1'}
 {'eval_loss': '3.59', ... 'epoch': '1'}
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers import Trainer
 from transformers import TrainingArguments
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
 from fsdp import IGNORED

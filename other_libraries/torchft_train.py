@@ -4,7 +4,7 @@
 .venv. The program starts torchft's lighthouse, which keeps track of who is alive, and a
 torchrun for each group. Then it compares the groups' weights with those of one process.
 
-$ .venv-torchft/bin/python recipes/neighbors/torchft_train.py
+$ .venv-torchft/bin/python other_libraries/torchft_train.py
 group 0: step 7 is not taken, since group 1 died in it
 group 1: back, and took step 16 with the averages of the others
 group 0: trained on alone, in steps 7 to 16

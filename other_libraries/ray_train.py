@@ -4,7 +4,7 @@
 takes the flags of common/args.py, and --nproc. The weights after the last epoch are
 written into --out-dir. There is no evaluation.
 
-$ .venv-ray/bin/python recipes/neighbors/ray_train.py --nproc=2
+$ .venv-ray/bin/python other_libraries/ray_train.py --nproc=2
 """
 
 import shutil
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import data
 from common import meters

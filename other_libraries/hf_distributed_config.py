@@ -1,11 +1,11 @@
 """Fine-tunes what your_own_script/hugging_face/fsdp.py does, sharded by transformers.
 
 `from_pretrained(distributed_config=...)` loads the model and shards it with FSDP2, on
-CPUs, too; from there on, everything is as in fsdp.py. docs/other_libraries.md shows
+CPUs, too; from there on, everything is as in fsdp.py. README.md shows
 which line of fsdp.py became which. The last line says how many modules were sharded.
 
 $ python your_own_script/hugging_face/make_model.py llama --out runs/llama
-$ torchrun --standalone --nproc-per-node=2 recipes/neighbors/hf_distributed_config.py \
+$ torchrun --standalone --nproc-per-node=2 other_libraries/hf_distributed_config.py \
     runs/llama --dtype=float64 --epochs=2 --out=runs/distributed_config
 epoch 1: loss 3.5938, norm of the last gradient 0.9767
 epoch 2: loss 2.0125, norm of the last gradient 2.0253
@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
 from fsdp import collate

@@ -2,11 +2,11 @@
 
 Each process generates with transformers, a reward function scores the completions, and
 DDP averages the gradients. The model is small and random, and a completion is rewarded
-for the share of its letters that are an "a". docs/other_libraries.md says what else TRL
-does, and what vLLM needs.
+for the share of its letters that are an "a". README.md says what else TRL
+does.
 
 $ .venv-trl/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 \
-    recipes/neighbors/trl_train.py
+    other_libraries/trl_train.py
 {'loss': ... 'reward': ... 'epoch': '3.125'}
 {'loss': ... 'reward': ... 'epoch': '6.25'}
 {'train_runtime': ... 'epoch': '6.25'}

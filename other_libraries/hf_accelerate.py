@@ -1,11 +1,11 @@
 """Fine-tunes with Accelerate what your_own_script/hugging_face/fsdp.py fine-tunes.
 
-docs/other_libraries.md shows which line of fsdp.py became which, and what else
+README.md shows which line of fsdp.py became which, and what else
 Accelerate does. On GPUs it shards the model with FSDP2; on CPUs it trains with DDP,
 which shards nothing. The last line says how many modules were sharded.
 
 $ python your_own_script/hugging_face/make_model.py llama --out runs/llama
-$ torchrun --standalone --nproc-per-node=2 recipes/neighbors/hf_accelerate.py \
+$ torchrun --standalone --nproc-per-node=2 other_libraries/hf_accelerate.py \
     runs/llama --dtype=float64 --epochs=2 --out=runs/accelerate
 epoch 1: loss 3.5938, norm of the last gradient 0.9767
 epoch 2: loss 2.0125, norm of the last gradient 2.0253
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
 from fsdp import IGNORED

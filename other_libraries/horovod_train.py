@@ -4,7 +4,7 @@
 .venv; its bin directory must be in PATH. The flags are those of common/args.py. After
 each epoch, the weights are written to last.pt in --out-dir. There is no evaluation.
 
-$ horovodrun -np 2 --gloo python recipes/neighbors/horovod_train.py
+$ horovodrun -np 2 --gloo python other_libraries/horovod_train.py
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import data
 from common import meters
