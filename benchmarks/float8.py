@@ -1,10 +1,10 @@
-"""Measure when float8 pays: blocks of two linear layers, in bfloat16 and in float8.
+"""05's *Is it faster*: how wide has a layer to be for float8 to pay?
 
 python -m benchmarks.float8 [--widths 1024 2048 4096] [--tokens 16384]
 
-A block multiplies [tokens, width] by width x 4 width and by 4 width x width. A step is
-a forward and a backward pass of four blocks, compiled, without an optimizer: the median
-of five windows of ten steps. Two medians are "not distinguishable" if the ranges of
+A block of two linear layers, in bfloat16 or in float8, multiplies [tokens, width] by
+width x 4 width and by 4 width x width. A step is a forward and a backward pass of four
+blocks, compiled, without an optimizer: the median of five windows of ten steps. Two medians are "not distinguishable" if the ranges of
 their windows overlap. Without a GPU, one window of one step, not compiled, with float8
 emulated, which only shows that it runs.
 """

@@ -1,4 +1,4 @@
-"""Prints the tables of the benchmarks, as their README shows them."""
+"""What all benchmarks print: the tables of their README."""
 
 from tools.stages import features
 from tools.stages import registry

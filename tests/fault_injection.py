@@ -1,4 +1,4 @@
-"""The faults of the tests: what a forked process does to itself before its script.
+"""The faults that docs/faults.md names: what a forked process does to itself first.
 
 Each is a `prepare` of nbtools/harness.py.
 

@@ -1,4 +1,4 @@
-"""What the tests of your_own_script/hugging_face and of its neighbors share."""
+"""What tests of your_own_script/hugging_face and other_libraries/hf_*.py share."""
 
 import functools
 import tempfile

@@ -1,4 +1,4 @@
-"""The rows of docs/symptoms.md, for the tests of the page and of what torch says."""
+"""The rows of docs/symptoms.md, for test_symptoms.py and test_torch_names_it.py."""
 
 import re
 

@@ -82,12 +82,6 @@ def test_a_stage_starts_on_so_many_processes(processes, tmp_path):
     assert f"{processes} processes on gloo\n" in done.stdout
 
 
-def test_the_page_of_the_calculator_shows_what_it_prints():
-    page = (ROOT / "docs/calculator.md").read_text()
-    ((command, printed),) = re.findall(r"^```\n\$ (.*)\n((?:.*\n)*?)```", page, re.M)
-    assert harness.run(command).stdout == printed
-
-
 @pytest.mark.release
 def test_two_launchers_find_each_other(tmp_path):
     """The command for two machines, started twice on this one."""

@@ -275,19 +275,67 @@ def test_the_defaults_are_those_of_the_page():
     assert group["weight_decay"] == 0.01
 
 
-@pytest.mark.release
-def test_without_use_cpu_the_trainer_refuses_fsdp(run_changed):
-    for rank in run_changed(TRAINER, CPU, code=None).ranks:
-        assert rank.returncode == 1
-        error = "ValueError: Using fsdp only works in distributed training."
-        assert rank.stderr.endswith(error + "\n")
+OWN_GROUP = """from datetime import timedelta
+    dist.init_process_group('gloo', timeout=timedelta(minutes=7))
+    """
+SHOW = "    print(dist.group.WORLD._get_backend(device).options._timeout)\n"
+SETS = "    train_set, val_set ="
+SIZE = "fsdp_size=args.processes"
+PLAN = '{"transformer.h.*": "free_full_weight"}'
+# {claim: (program, changes, options of run_changed, a text on rank 0's screen)}
+CLAIMS = {
+    "without use_cpu, the Trainer refuses fsdp": (
+        TRAINER,
+        (CPU,),
+        {"code": 1},
+        "ValueError: Using fsdp only works in distributed training.\n",
+    ),
+    "of a GPT-2, the Trainer warns that it does not know the loss": (
+        TRAINER,
+        (),
+        {"kind": "gpt2"},
+        "`loss_type=None` was set in the config but it is unrecognized.",
+    ),
+    "without a policy, Accelerate shards no block": (
+        ACCELERATE,
+        (('auto_wrap_policy="transformer_based_wrap",', ""),),
+        {"prepare": as_if_on_gpus},
+        f"modules sharded by FSDP2: {SHARDED['llama'] - 4}\n",
+    ),
+    "of a GPT-2, only the root is sharded, with a warning": (
+        CONFIG,
+        (),
+        {"kind": "gpt2"},
+        "`fsdp_plan` rules ['transformer.embed_tokens', 'transformer.layers.*', "
+        "'transformer.norm'] match nothing in GPT2LMHeadModel and will not be applied.",
+    ),
+    "its blocks are sharded by their names": (
+        CONFIG,
+        ((SIZE, f"{SIZE}, fsdp_plan={PLAN}"),),
+        {"kind": "gpt2"},
+        f"modules sharded by FSDP2: {SHARDED['gpt2'] + 4}\n",
+    ),
+    "a rank waits two hours for another": (
+        CONFIG,
+        ((SETS, SHOW + SETS),),
+        {},
+        "2:00:00\n",
+    ),
+    "unless there is a group": (
+        CONFIG,
+        (("    model = Auto", f"    {OWN_GROUP}model = Auto"), (SETS, SHOW + SETS)),
+        {},
+        "0:07:00\n",
+    ),
+}
 
 
 @pytest.mark.release
-def test_without_a_policy_accelerate_shards_no_blocks(run_changed):
-    change = ('auto_wrap_policy="transformer_based_wrap",', "")
-    done = run_changed(ACCELERATE, change, prepare=as_if_on_gpus)
-    assert number_sharded(done.stdout) == SHARDED["llama"] - 4
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_the_page_is_true(claim, run_changed):
+    program, changes, options, text = CLAIMS[claim]
+    rank, *_ = run_changed(program, *changes, **options).ranks
+    assert text in rank.stdout + rank.stderr
 
 
 @pytest.mark.release
@@ -317,13 +365,6 @@ def test_all_ranks_of_the_trainer_draw_the_same_numbers(run_changed):
 
 
 @pytest.mark.release
-def test_the_trainer_warns(run_changed):
-    """transformers does, of the loss that it counts wrongly."""
-    stderr = run_changed(TRAINER, kind="gpt2").ranks[0].stderr
-    assert "`loss_type=None` was set in the config but it is unrecognized." in stderr
-
-
-@pytest.mark.release
 def test_the_eval_loss_is_not_the_loss_per_token(run_changed, before):
     """Although the weights are those of before.py, and every sample counts."""
     log = "[line['eval_loss'] for line in trainer.state.log_history[1::2]]"
@@ -336,20 +377,6 @@ def test_the_eval_loss_is_not_the_loss_per_token(run_changed, before):
 
 
 @pytest.mark.release
-def test_only_the_root_of_gpt2_is_sharded(run_changed):
-    """With a warning, unless one names its blocks."""
-    plan = '{"transformer.h.*": "free_full_weight"}'
-    size = "fsdp_size=args.processes"
-    done = run_changed(CONFIG, (size, f"{size}, fsdp_plan={plan}"), kind="gpt2")
-    assert number_sharded(done.stdout) == 4 + SHARDED["gpt2"]
-    warning = (
-        "`fsdp_plan` rules ['transformer.embed_tokens', 'transformer.layers.*', "
-        "'transformer.norm'] match nothing in GPT2LMHeadModel and will not be applied."
-    )
-    assert warning in done.ranks[0].stderr
-
-
-@pytest.mark.release
 def test_one_process_gets_no_group_and_no_shards(tmp_path):
     lines = ["dist.is_initialized()", "hasattr(model, 'set_requires_gradient_sync')"]
     stop = f"    print({', '.join(lines)})\n    sys.exit()\n    rank, device ="
@@ -357,22 +384,6 @@ def test_one_process_gets_no_group_and_no_shards(tmp_path):
     program = changed(CONFIG, tmp_path, *changes)
     words = command(program, 1, pretrained("llama"))
     assert run(words, tmp_path).stdout == "False False\n"
-
-
-OWN_GROUP = """from datetime import timedelta
-    dist.init_process_group('gloo', timeout=timedelta(minutes=7))
-    """
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("made, timeout", [("", "2:00:00"), (OWN_GROUP, "0:07:00")])
-def test_how_long_a_rank_waits_for_another(made, timeout, run_changed):
-    """In the group of distributed_config, and in one that was made before."""
-    show = "    print(dist.group.WORLD._get_backend(device).options._timeout)\n"
-    sets = "    train_set, val_set ="
-    made_before = ("    model = Auto", f"    {made}model = Auto")
-    done = run_changed(CONFIG, made_before, (sets, show + sets))
-    assert done.ranks[0].stdout.startswith(f"{timeout}\n")
 
 
 # ---- bad input -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The demos and the exercise of 12_fsdp/loading_a_model.ipynb.
+"""12_fsdp/loading_a_model.ipynb: its exercise accepts the right answer only.
 
 What the demos measure is asserted in the cells that run them.
 """

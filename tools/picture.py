@@ -1,6 +1,6 @@
-"""The pictures of docs/, and those of notebooks with Chinese labels.
+"""`make pages`, `make zh`: draw docs/*.png, and pictures with Chinese labels.
 
-`make pages` draws docs/*.png. Each stores a text, the source of what draws it, so that
+The former draws docs/*.png. Each stores a text, the source of what draws it, so that
 a test can see whether it is stale. A notebook's output keeps what its picture was drawn
 from (nbtools/drawing.py), and `make zh` draws it again from that.
 """
