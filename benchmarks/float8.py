@@ -4,9 +4,10 @@ python -m benchmarks.float8 [--widths 1024 2048 4096] [--tokens 16384]
 
 A block of two linear layers, in bfloat16 or in float8, multiplies [tokens, width] by
 width x 4 width and by 4 width x width. A step is a forward and a backward pass of four
-blocks, compiled, without an optimizer: the median of five windows of ten steps. Two medians are "not distinguishable" if the ranges of
-their windows overlap. Without a GPU, one window of one step, not compiled, with float8
-emulated, which only shows that it runs.
+blocks, compiled, without an optimizer: the median of five windows of ten steps. Two
+medians are "not distinguishable" if the ranges of their windows overlap. Without a GPU,
+one window of one step, not compiled, with float8 emulated, which only shows that it
+runs.
 """
 
 import argparse

@@ -48,7 +48,8 @@ def pytest_configure(config):
         "slow: notebooks, and what takes long or waits; `make check` leaves these out",
         "fault(...): a row of docs/faults.md, see tools/fault_table.py",
         "ci: not about a stage itself, or takes long; --all runs it, as CI does",
-        "release: one of many more cases of a claim; only --release runs it",
+        "release: one of many more cases of a claim, or of what others change; "
+        "only --release runs it",
         "long: takes half an hour; only `make exits` runs it",
     ):
         config.addinivalue_line("markers", line)
