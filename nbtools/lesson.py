@@ -1,6 +1,7 @@
 """What the notebooks use: run a command, show a diff, compare weights."""
 
 import difflib
+import importlib.util
 import os
 import re
 import runpy
@@ -66,6 +67,21 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
         ended = nothing if hung else f"exit code {done.returncode}"
         raise harness.CommandError(f"{ended}: {command}\n{done.stderr}")
     return done
+
+
+class MissingPackageError(ImportError):
+    """A package that a notebook needs; Jupyter shows the message and no traceback."""
+
+    def _render_traceback_(self):
+        return [str(self)]
+
+
+def require(*packages):
+    """Stop a notebook, with one line, if it needs packages that are not installed."""
+    if missing := [name for name in packages if not importlib.util.find_spec(name)]:
+        raise MissingPackageError(
+            f"This notebook needs: pip install {' '.join(missing)}"
+        )
 
 
 def run_at_end(command):

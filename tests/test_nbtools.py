@@ -138,6 +138,14 @@ def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
         lesson.grep("x", "a\nb")
 
 
+def test_require_names_the_packages_that_are_missing_in_one_line():
+    lesson.require("torch")
+    with pytest.raises(ImportError) as raised:
+        lesson.require("torch", "no_such_package", "nor_this")
+    line = "This notebook needs: pip install no_such_package nor_this"
+    assert raised.value._render_traceback_() == [line]  # what Jupyter shows
+
+
 def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
     weights.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "a")
     weights.save({"w": torch.tensor([1.5, 2.0])}, tmp_path / "b")
