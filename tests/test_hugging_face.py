@@ -56,7 +56,8 @@ from tests.training import replace_once
 pytestmark = [pytest.mark.ci, pytest.mark.slow]
 
 SHARDED = SCRIPTS / "sharded.py"
-PAGE = (SCRIPTS / "README.md").read_text()
+PAGES = ("README.md", "conversations.md", "qlora.md")
+PAGE = "\n".join((SCRIPTS / name).read_text() for name in PAGES)
 DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
 SAMPLES = 480  # of an epoch, whose last batch is dropped
 SAVE = "--checkpoint-dir=checkpoints"
