@@ -71,34 +71,6 @@ def a_step_of_fsdp():
     plt.tight_layout()
 
 
-@picture
-def weights_that_changed(rates, columns, predicted):
-    """Draw which share of the weights has changed, by learning rate.
-
-    rates: the learning rates; columns: {label: shares in %}, of float32, bfloat16, and
-    bfloat16 with the policy; predicted: ([learning rate], [share in % of bfloat16]).
-    """
-    _, axis = plt.subplots(figsize=(10, 3.6))
-    color = COLORS["weights"]
-    axis.semilogx(*predicted, color=color, alpha=0.5, label="bfloat16, predicted")
-    markers = (
-        {"marker": "s", "ms": 12, "mfc": "none"},
-        {"marker": "o", "ms": 7},
-        {"marker": "+", "ms": 15, "color": "black"},
-    )
-    for (label, shares), marker in zip(columns.items(), markers, strict=True):
-        style = {"color": color, "ls": "", **marker}
-        axis.semilogx(rates, shares, label=label, **style)
-    axis.set(ylim=(-5, 109))
-    axis.set_xlabel("learning rate", size=12)
-    axis.set_ylabel("% of the weights changed", size=12)
-    axis.tick_params(labelsize=12)
-    above = {"loc": "lower center", "bbox_to_anchor": (0.45, 1)}
-    axis.legend(ncols=2, frameon=False, fontsize=12, **above)
-    axis.spines[["top", "right"]].set_visible(False)
-    plt.tight_layout()
-
-
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "+ root": "+ 根",
@@ -107,7 +79,4 @@ CHINESE = {
     "step": "更新",
     "whole gradients": "完整的梯度",
     "whole weights": "完整的权重",
-    "% of the weights changed": "发生变化的权重（%）",
-    "bfloat16, predicted": "bfloat16，预测",
-    "bfloat16 with the policy": "bfloat16，用混合精度策略",
 }
