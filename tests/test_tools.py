@@ -32,6 +32,7 @@ from tools.stages import first_with
 from tools.stages import notebooks
 from tools.stages import stages
 from tools.stages import steps
+from tools.stages import with_feature
 
 
 # ---- requirements*.txt ---------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_a_digest_is_of_all_that_the_notebooks_run():
     named = stale.NAMED.findall("torchrun 03_ddp_launch/train.py; 09_resume.demos.x")
     assert named == ["03_ddp_launch/train.py", "09_resume.demos.x"]
     found = {file for path in notebooks() for file in stale.programs_of(path)}
-    assert {ROOT / stage / "train.py" for stage in stages()[2:]} <= found
+    assert {ROOT / stage / "train.py" for stage in with_feature("distributed")} <= found
     assert ROOT / "common/checkpoint.py" in found
     assert len(found) > 60 and not [one for one in found if one.suffix == ".ipynb"]
 
