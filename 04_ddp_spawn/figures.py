@@ -30,5 +30,5 @@ CHINESE = {
     "parent: python train.py\nparses flags, waits": (
         "父进程：python train.py\n解析命令行参数，等待"
     ),
-    "rendezvous,\nonce": "只会合\n一次",
+    "rendezvous,\nonce": "只在启动时\n互相连上",
 }

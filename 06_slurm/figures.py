@@ -166,8 +166,8 @@ CHINESE = {
         "作业：占用两个节点上的 CPU 核、内存和 GPU，直到结束"
     ),
     "task, rank {}\n{}\n{}": "任务，rank {}\n{}\n{}",
-    "1  the torchruns meet": "1  各 torchrun 会合",
-    "2  the ranks meet": "2  各 rank 会合",
+    "1  the torchruns meet": "1  各 torchrun 在汇合点连上",
+    "2  the ranks meet": "2  各 rank 在汇合点连上",
     "3  each rank connects\nto the others": "3  每个 rank 与\n其他 rank 建立连接",
     "ranks\n0 and 1": "rank\n0 和 1",
     "\nranks\n2 and 3\n": "\nrank\n2 和 3\n",
@@ -202,7 +202,7 @@ CHINESE = {
     "no": "否",
     "yes": "是",
     "the ranks do not find each other:\naddress, port; with NCCL also 4": (
-        "各 rank 找不到对方：查地址、\n端口；用 NCCL 时还要看第 4 问"
+        "各 rank 没能建立连接：查地址、\n端口；用 NCCL 时还要看第 4 问"
     ),
     "killed by srun,\nwithout an error": "被 srun kill，\n没有报错",
     "reads from the file server": "从文件服务器读取数据",

@@ -138,7 +138,7 @@ CHINESE = {
     "each rank looks at its own signals": "每个 rank 只看自己收到的信号",
     "save": "保存",
     "stops": "停止",
-    "they ask each other after the step": "各个 rank 在 step 之后互相询问",
+    "they ask each other after the step": "各个 rank 在 step 之后同步停止标志",
     "wait": "等待",
     "waits for the checkpoint": "等待检查点写完",
     "SIGKILL after KillWait, if a process is left": (
