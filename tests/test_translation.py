@@ -36,6 +36,24 @@ def test_there_are_translations_and_each_has_its_english_text():
     assert [path for path in paths if not zh.english_of(path).is_file()] == []
 
 
+def test_a_comment_explained_in_chinese_stands_in_the_code_shown():
+    """Below a listing, with the sign of a diff and colors, or over two lines."""
+    found = 0
+    for path in (path for path in zh.translations() if path.suffix == ".ipynb"):
+        cells = nbformat.read(path, 4).cells
+        outputs = [one for cell in cells for one in cell.get("outputs", [])]
+        printed = [one.get("text", "") for one in outputs]
+        printed += [fence for cell in cells for fence in zh.fences(cell.source)]
+        text = re.sub(r"\x1b\[\d*m", "", "\n".join(printed))
+        text = re.sub(r"\n[-+ ]? *# ", " ", text)
+        for cell in cells:
+            for items in re.findall(r"注释的意思：\n\n((?:- .*\n?)+)", cell.source):
+                for words in re.findall(r"^- `(.+?)`：", items, re.MULTILINE):
+                    found += 1
+                    assert words in text, f"{path.name}: {words}"
+    assert found >= 30
+
+
 # ---- make zh -------------------------------------------------------------------------
 TEXTS = [
     "# 03 · One\n\nIt has 50,000 images, on `cuda`. See [two](two.md#the-end).\n\n"
