@@ -156,7 +156,7 @@ def test_torchrun_kills_its_ranks_before_kubernetes_kills_torchrun(pod):
 
 def test_the_dockerfile_copies_what_exists_and_starts_torchrun():
     copied = re.findall(r"^COPY (\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert len(copied) == 3
+    assert len(copied) == 2
     for source, target in copied:
         assert (ROOT / source).exists()
         assert target.rstrip("/") in (".", source.rstrip("/"), str(Path(source).parent))

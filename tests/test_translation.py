@@ -50,7 +50,8 @@ def test_a_comment_explained_in_chinese_stands_in_the_code_shown():
             for items in re.findall(r"注释的意思：\n\n((?:- .*\n?)+)", cell.source):
                 for words in re.findall(r"^- `(.+?)`：", items, re.MULTILINE):
                     found += 1
-                    assert words in text, f"{path.name}: {words}"
+                    for part in words.split(" ... "):
+                        assert part in text, f"{path.name}: {part}"
     assert found >= 30
 
 
