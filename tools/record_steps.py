@@ -184,14 +184,16 @@ def made_from():
     return stale.digest([Path(__file__).read_text()], scripts)
 
 
+def run_rank(stage, flags):
+    """Run a stage in this process, and end it after the recorded step."""
+    script = ROOT / stage / "train.py"
+    Recorder(script)
+    sys.argv = [str(script), *flags]
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def main():
-    if sys.argv[1:]:  # a rank of a stage
-        stage, *flags = sys.argv[1:]
-        script = ROOT / stage / "train.py"
-        Recorder(script)
-        sys.argv = [str(script), *flags]
-        sys.path[0] = str(script.parent)
-        runpy.run_path(str(script), run_name="__main__")
     recorded = {}
     for stage in RUNS:
         with tempfile.TemporaryDirectory() as folder:
@@ -202,4 +204,7 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        stage, *flags = sys.argv[1:]
+        run_rank(stage, flags)
     main()
