@@ -4,28 +4,21 @@ import ast
 import difflib
 import functools
 import itertools
-import math
-import os
 import re
 import shutil
 import signal
 import sys
-import tempfile
-import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from nbtools import harness
 from nbtools.weights import max_abs_diff
 from tests import spy
 from tests.conftest import only_in_release
-from tests.training import load_program
 from tests.training import losses
-from tests.training import replace_once
 from tools.stages import ROOT
 
 pytestmark = pytest.mark.ci
@@ -48,8 +41,7 @@ TRAIN_SIZE, VAL_SIZE, EPOCHS, BATCH_SIZE = 3007, 1001, 5, 64
 FSDP_VAL_SIZE = 961
 STEPS = TRAIN_SIZE // BATCH_SIZE
 COMMANDS = re.findall(r"^\$ ((?:python|torchrun) .*)$", PAGES, re.MULTILINE)
-(CHECK,) = [each for each in COMMANDS if "check_yours.py" in each]
-COMMANDS.remove(CHECK)
+COMMANDS = [each for each in COMMANDS if "check_yours.py" not in each]
 
 
 def torchrun(processes, script, *flags):
@@ -177,299 +169,6 @@ def test_plain_python_names_torchrun(tmp_path):
 def test_a_batch_that_cannot_be_divided(script, tmp_path):
     done = run(torchrun(2, script, "--batch-size=63"), tmp_path, code=2)
     assert "--batch-size must be divisible" in done.stderr
-
-
-# ---- check yours ---------------------------------------------------------------------
-def launch_in_forks(command, env):
-    """Do as check_yours.py's `call` does, without launchers."""
-    words = ["torchrun", *command[command.index("--standalone") :]]
-    variables = {name: env[name] for name in ("CUDA_VISIBLE_DEVICES", "CHECK_YOURS")}
-    options = {"code": None, "forks": True, "cwd": Path.cwd()}
-    return harness.run(words, **variables, **options).returncode
-
-
-def check(folder, monkeypatch, capsys, command=CHECK):
-    """Run check_yours.py in a folder, in forks; return its exit code and its lines."""
-    program = load_program(FOLDER / "check_yours.py")
-    program.call = launch_in_forks
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", command.split()[1:])
-    try:
-        program.main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    return code, capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize("launched", [False, only_in_release(True)])
-def test_check_yours_finds_that_the_weights_are_equal(
-    launched, tmp_path, monkeypatch, capsys
-):
-    """By its command, too; the other tests do without launchers."""
-    copy = shutil.copytree(FOLDER, tmp_path / "copy")
-    if launched:
-        lines = harness.run(CHECK, tmp_path, cwd=copy).stdout.splitlines()
-    else:
-        code, lines = check(copy, monkeypatch, capsys)
-        assert code == 0
-    pattern = (
-        r"1 process +trained|[23] processes +largest difference \d\.\de-1\d, in .*"
-    )
-    assert all(re.fullmatch(pattern, line) for line in lines[:3])
-    assert lines[3] == "equal except for rounding"
-    assert re.fullmatch("the last line of each run: epoch 5: loss .*%", lines[4])
-    shown = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in lines]
-    page = [re.sub(r"\d\.\de-\d+, in .*", "", line) for line in PAGES.splitlines()]
-    assert shown == page[page.index(f"$ {CHECK}") + 1 :][:5]
-
-
-NOT_CONVERTED = (
-    "batch_size=local_batch_size, sampler=sampler, drop_last=True",
-    "args.batch_size, True, generator=torch.Generator().manual_seed(0), drop_last=True",
-)
-NO_WRAPPER = ("ddp_model = DistributedDataParallel(model)", "ddp_model = model")
-LOOP = "    for epoch in range(1,"
-
-
-def on_rank_1(code):
-    """Return the change that has rank 1 execute code before it trains."""
-    return LOOP, f"    if rank == 1:\n        {code}\n{LOOP}"
-
-
-@pytest.mark.parametrize(
-    "mistake, seen",
-    [
-        (NOT_CONVERTED, "2 processes +failed: ranks train on the same samples; .*"),
-        (NO_WRAPPER, "2 processes +failed: no model was trained in Distributed.*"),
-        (
-            on_rank_1("raise SystemExit('no data')"),
-            "2 processes +failed: rank 1: no data",
-        ),
-        (
-            on_rank_1("ddp_model(torch.ones(1, 2)).sum().backward()"),
-            "2 processes +failed: rank [01]: .*distributed collective mismatch.*",
-        ),
-        (
-            ("train_one_epoch(ddp_model", "train_one_epoch(ddp_model.module"),
-            "2 processes +failed: no model was trained in Distributed.*",
-        ),
-        (
-            ("args.batch_size // world_size", "args.batch_size"),
-            r"2 processes +largest difference \d\.\de[+-]0\d, in .*",
-        ),
-        (("model.state_dict()", "{}"), "1 process +failed: model.pt has no weights.*"),
-        (('"model.pt"', '"another.pt"'), "1 process +failed: it wrote no model.pt"),
-        (("main()\n    gc", "man()\n    gc"), "1 process +failed: .* NameError: .*"),
-        (("save(model.state_dict()", "save(model"), "1 process +failed: .*more than.*"),
-    ],
-)
-def test_check_yours_finds(mistake, seen, tmp_path, monkeypatch, capsys):
-    text = AFTER.read_text()
-    assert mistake[0] in text
-    (tmp_path / "after.py").write_text(text.replace(*mistake))
-    code, lines = check(tmp_path, monkeypatch, capsys)
-    assert code == 1
-    assert any(re.fullmatch(seen, line) for line in lines), lines
-    assert "not shown to be equal" in lines
-    one_failed = any("failed" in line for line in lines)
-    assert not (one_failed and any("of each run" in line for line in lines))
-    assert [path.name for path in tmp_path.glob("*.pt*")] in ([], ["another.pt"])
-
-
-def test_check_yours_reads_output_of_any_encoding(tmp_path, monkeypatch, capsys):
-    change = (LOOP, f"    os.write(1, b'\\xe9\\xff\\n')\n{LOOP}")
-    replace_once(AFTER, change, target=tmp_path / "after.py")
-    assert check(tmp_path, monkeypatch, capsys)[0] == 0
-
-
-def test_check_yours_shows_metrics_that_differ(tmp_path, monkeypatch, capsys):
-    """The weights are equal, but rank 0 prints the metrics of its shard."""
-    line = "    dist.all_reduce(sums)\n"
-    replace_once(AFTER, (line, ""), target=tmp_path / "after.py")
-    code, lines = check(tmp_path, monkeypatch, capsys)
-    assert code == 0
-    at = lines.index("the last lines of the runs:")
-    assert lines[at - 1] == "equal except for rounding"
-    assert len(set(lines[at + 1 :])) == len(lines[at + 1 :]) == 3
-
-
-@pytest.mark.parametrize(
-    "other, says, equal",
-    [
-        (math.nan, "largest difference nan, in b", False),
-        (0.0, "bit for bit: has anything been trained", True),
-        (1e-12, "largest difference 1.0e-12, in b", True),
-        (1e-6, "largest difference 1.0e-06, in b", False),
-    ],
-)
-def test_check_yours_compares(other, says, equal, capsys):
-    compare = load_program(FOLDER / "check_yours.py").compare
-    zero = torch.zeros(2, dtype=torch.float64)
-    theirs = {"a": zero, "b": zero + torch.tensor([0.0, other])}
-    assert compare({"a": zero, "b": zero}, theirs) == equal
-    assert says in capsys.readouterr().out
-
-
-def test_check_yours_puts_back_weights_that_were_there(tmp_path, monkeypatch, capsys):
-    shutil.copy(AFTER, tmp_path)
-    weights, aside = tmp_path / "model.pt", tmp_path / "model.pt.aside"
-    weights.write_text("mine")
-    assert check(tmp_path, monkeypatch, capsys)[0] == 0
-    assert weights.read_text() == "mine"
-    weights.rename(aside)  # as if a check had been killed
-    assert check(tmp_path, monkeypatch, capsys) == (2, [])
-    assert aside.read_text() == "mine" and not weights.exists()
-
-
-STRIDED = """
-import torch, torch.distributed as dist
-from torch import nn
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(50, 1))
-ddp_model = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(3):
-    t = torch.randint(50, (12,))[rank::world_size]
-    optimizer.zero_grad()
-    (ddp_model(t) - t[:, None] / 50).square().mean().backward()
-    optimizer.step()
-if rank == 0:
-    torch.save(model.state_dict(), "model.pt")
-del ddp_model
-dist.destroy_process_group()
-"""
-
-
-def test_check_yours_takes_a_batch_that_is_not_contiguous(
-    tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "strided.py").write_text(STRIDED)
-    command = "python check_yours.py --processes=1,2 strided.py"
-    code, lines = check(tmp_path, monkeypatch, capsys, command)
-    assert code == 0 and "equal except for rounding" in lines
-
-
-def test_check_yours_without_numpy(tmp_path):
-    """Which torch does not install."""
-    shutil.copytree(FOLDER, tmp_path / "copy")
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none/numpy.py").write_text("raise ModuleNotFoundError('numpy')")
-    command = CHECK.replace(" after.py", " --processes=1,2 after.py")
-    done = harness.run(command, cwd=tmp_path / "copy", PYTHONPATH=tmp_path / "none")
-    assert done.stdout.splitlines()[2] == "equal except for rounding"
-
-
-def test_check_yours_and_a_directory_in_the_place_of_the_weights(
-    tmp_path, monkeypatch, capsys
-):
-    made = "os.makedirs('model.pt')"
-    saves = 'torch.save(model.state_dict(), "model.pt")'
-    replace_once(AFTER, (saves, made), target=tmp_path / "after.py")
-    code, lines = check(tmp_path, monkeypatch, capsys)
-    assert code == 1
-    assert any(re.search("failed: model.pt is a directory", line) for line in lines)
-    assert [path.name for path in tmp_path.iterdir()] == ["after.py"]
-    mine = tmp_path / "model.pt/mine"
-    mine.parent.mkdir()
-    mine.touch()
-    assert check(tmp_path, monkeypatch, capsys) == (2, [])
-    assert mine.exists()
-
-
-def test_check_yours_that_is_ended_leaves_nothing(tmp_path):
-    """No process, and what was moved aside is back."""
-    wait = "open('waits', 'w').close(), __import__('time').sleep(3600)"
-    replace_once(AFTER, on_rank_1(wait), target=tmp_path / "after.py")
-    (tmp_path / "model.pt").write_text("mine")
-    command = f"python {FOLDER / 'check_yours.py'} --processes=2,1 after.py"
-    with harness.start(command, tmp_path / "run", cwd=tmp_path) as job:
-        harness.wait_until((tmp_path / "waits").exists, harness.LIMIT, job.screen)
-        processes = job.look()
-        assert len(processes) >= 4  # the check, torchrun, two ranks
-        processes[0].terminate()
-        assert job.wait().returncode == 128 + signal.SIGTERM
-        harness.assert_gone(processes, (), harness.LIMIT)
-    assert (tmp_path / "model.pt").read_text() == "mine"
-    assert not (tmp_path / "model.pt.aside").exists()
-
-
-def test_check_yours_starts_a_script_without_a_seed_from_the_same_weights(
-    tmp_path, monkeypatch, capsys
-):
-    """On as many processes as it is told to."""
-    text = AFTER.read_text().replace("torch.manual_seed(0)", "pass")
-    assert "manual_seed(0)" not in text
-    (tmp_path / "after.py").write_text(text)
-    command = CHECK.replace(" after.py", " --processes=1,2 after.py")
-    code, lines = check(tmp_path, monkeypatch, capsys, command)
-    assert code == 0 and lines[2] == "equal except for rounding"
-    # but not if each rank draws data of its own
-    drawn = ("make_dataset(3007, seed=1)", "make_dataset(3007, seed=torch.seed())")
-    (tmp_path / "after.py").write_text(text.replace(*drawn))
-    assert check(tmp_path, monkeypatch, capsys, command)[0] == 1
-
-
-def test_check_yours_turns_dropout_off():
-    """In a fork: it changes torch.nn."""
-    harness.call_in_forks(compute_without_dropout, [()])
-
-
-def compute_without_dropout():
-    program = load_program(FOLDER / "check_yours.py")
-    program.runpy = types.SimpleNamespace(run_path=lambda *_, **__: None)
-    os.environ["RANK"] = "0"
-    with tempfile.TemporaryDirectory() as folder:
-        program.run_exactly("after.py", [], folder)
-    x = torch.ones(2, 8, 16)
-    for module in (nn.Dropout(0.9), nn.Dropout1d(0.9), nn.AlphaDropout(0.9)):
-        assert torch.equal(module(x), x)
-    attention = nn.MultiheadAttention(16, 2, dropout=0.9)
-    first, second = (attention(x, x, x, need_weights=False)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    for rnn in (nn.LSTM(16, 16, 2, dropout=0.9), nn.GRU(16, 16, 2, False, False, 0.9)):
-        assert torch.equal(rnn(x)[0], rnn(x)[0])
-
-
-def test_check_yours_keeps_float64():
-    """Also where a script asks for float32, as the norms of transformers do."""
-    x = torch.ones(2, dtype=torch.float64)
-    with load_program(FOLDER / "check_yours.py").KeepFloat64():
-        kept = [x.float(), x.to(torch.float32), x.to(dtype=torch.float32)]
-        kept.append(nn.functional.softmax(x, 0, dtype=torch.float32))
-        assert {each.dtype for each in kept} == {torch.float64}
-        assert x.bfloat16().float().dtype == torch.ones(2, dtype=int).float().dtype
-    assert x.float().dtype == torch.float32
-
-
-def test_check_yours_without_a_script(tmp_path):
-    command = ["python", FOLDER / "check_yours.py", "missing.py"]
-    done = harness.run(command, tmp_path, code=2)
-    assert done.stderr == "there is no file missing.py\n"
-
-
-@pytest.mark.release
-def test_check_yours_passes_on_flags_that_torchrun_refuses(tmp_path):
-    script = "import sys, torch\n"
-    script += "torch.save({'n': torch.tensor(float(sys.argv[1][4:]))}, 'model.pt')\n"
-    (tmp_path / "script.py").write_text(script)
-    words = ["python", FOLDER / "check_yours.py", "--processes=1,1", "script.py"]
-    done = harness.run([*words, "--n=48"], tmp_path, cwd=tmp_path)
-    assert "largest difference 0.0e+00, in n" in done.stdout
-
-
-@pytest.mark.parametrize("processes", ["1", "0,1", "1,two"])
-def test_check_yours_on_processes_that_cannot_be_compared(processes, tmp_path):
-    words = [
-        "python",
-        FOLDER / "check_yours.py",
-        f"--processes={processes}",
-        "after.py",
-    ]
-    said = harness.run(words, tmp_path, code=2).stderr.splitlines()[-1]
-    assert said.endswith(f"'{processes}' is not a list such as 1,2,3")
 
 
 # ---- from DDP to FSDP2 ---------------------------------------------------------------
@@ -673,6 +372,7 @@ def test_a_script_imports_nothing_but_torch(script):
         elif isinstance(node, ast.Import):
             modules.update(name.name for name in node.names)
     known = {*sys.stdlib_module_names, "torch"}
+    known |= {"recorder", "differences", "diagnoses"}  # of check_yours.py
     if script.name == "check_yours.py":  # for a file of safetensors only
         known.add("safetensors")
     assert {name.split(".")[0] for name in modules} <= known
