@@ -25,8 +25,8 @@ import matplotlib.pyplot as plt
 from IPython.core.pylabtools import print_figure
 from PIL import Image
 
+from docs import figures
 from nbtools import drawing
-from tools import splits
 from tools.stages import ROOT
 from tools.stages import fail
 
@@ -50,7 +50,7 @@ STEP = import_module("03_ddp_launch.figures").ddp_step_on_four_gpus.__wrapped__
 # a picture: the function that draws it, with which options, and what has its source
 PICTURES = {
     "ddp_step": (STEP, {"narrow": True}, STEP),
-    "what_can_be_split": (splits.seven_ways, {}, splits),
+    "what_can_be_split": (figures.seven_ways, {}, figures),
 }
 
 

@@ -1,4 +1,4 @@
-"""`make pages`: the picture of docs/what_can_be_split.md, a model cut in seven ways."""
+"""The picture of what_can_be_split.md: a model that is cut in seven ways."""
 
 import matplotlib.pyplot as plt
 
