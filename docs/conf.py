@@ -43,7 +43,7 @@ source_suffix = dict.fromkeys(LANGUAGES, "myst-nb")  # see prepare
 # __init__.py stands for a folder that has no README.
 ignored = re.findall("^[^#\n].*", (ROOT / ".gitignore").read_text(), re.MULTILINE)
 exclude_patterns = [line.strip("/") for line in ignored]
-exclude_patterns += [".*", "**/.*", "docs/conf.py", "*/demos/*.sbatch"]
+exclude_patterns += [".*", "**/.*", "docs/*.py", "*/demos/*.sbatch"]
 exclude_patterns += [f"{path.parent.name}/__init__.py" for path in ROOT.glob("*/*.md")]
 nitpicky = True
 smartquotes = False  # otherwise the two hyphens of a flag become a dash
