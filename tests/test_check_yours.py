@@ -171,6 +171,18 @@ MEANS = (
     "    return (means / dist.get_world_size()).tolist()\n",
 )
 NAMES = "names = set('abcdefghijklmnop')"
+STREAM = """
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@torch.no_grad()
+def evaluate("""
 BY_NAME = "train_set.tensors[0].mul_(torch.tensor([ord(n) for n in names])[:2] / 100)"
 TIED = MODEL.replace("nn.SiLU(), ", "nn.SiLU(), nn.Linear(64, 64), nn.Linear(64, 64), ")
 TIE = "model[3].weight = model[2].weight"
@@ -222,6 +234,14 @@ MISTAKES = {
         [(LOADER, "sampler=sampler"), (SAMPLER, "DistributedSampler(train_set)")],
         "step 9: 7 samples on one process, 8 on 2; repeats samples; row 6",
     ),
+    "stream": (
+        [
+            (HEAD, STREAM),
+            ("        train_set, batch", "        Stream(train_set), batch"),
+            (LOADER, "drop_last=True"),
+        ],
+        "all ranks train on the same; each rank reads the whole stream; islice",
+    ),
     "own_statistics": (
         [before(LOSS, "points = (points - points.mean(0)) / points.std(0)")],
         "step 1: what the model gets; mean and deviation of its own samples",
@@ -260,6 +280,14 @@ MISTAKES = {
             before(OPTIMIZER, "model[0].requires_grad_(True)"),
         ],
         "step 1: the gradient of 0.weight and 1 more differs; it was frozen",
+    ),
+    "unfrozen_after_20_steps": (
+        [
+            before(WRAP, "model[0].requires_grad_(False)"),
+            before(EPOCH, "model[0].requires_grad_(epoch > 3)"),
+            ('"--epochs", type=int, default=2', '"--epochs", type=int, default=4'),
+        ],
+        "the gradient of 0.weight and 1 more differs; it was frozen",
     ),
     "no_sync_left_on": (
         micro_batches("number == 2"),

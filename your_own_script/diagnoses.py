@@ -143,6 +143,21 @@ def sampler_with_a_fixed_rank(c, d):
 
 @explains(
     "samples",
+    cause="each rank reads the whole stream ({at})",
+    cure="take every n-th in __iter__: itertools.islice(stream, rank * workers + "
+    "worker, None, world_size * workers)",
+    see="recipes/iterable_dataset.py",
+)
+def stream_not_dealt_out(c, d):
+    """All ranks have the same samples, of an IterableDataset."""
+    loaders = c.ranks[0].trained()
+    if not d.same or not loaders or loaders[0]["size"] is not None:
+        return False
+    return {"at": loaders[0]["at"]}
+
+
+@explains(
+    "samples",
     cause="no sampler deals the samples out: each rank reads all of them ({at})",
     cure="sampler=DistributedSampler(train_set, drop_last=True), and no shuffle=True",
     see=row(5),
@@ -408,9 +423,10 @@ def another_sampler(c, d):
 
 @explains(
     "samples",
-    cause="each rank draws or shuffles for itself, or takes another part than its own",
-    cure="draw for the global batch on all ranks with one seed, and take "
-    "[rank::world_size]",
+    cause="each rank draws or shuffles for itself, takes another part than its own, or "
+    "computes something from its own part first, such as a mean or a vocabulary",
+    cure="draw for the global batch on all ranks with one seed, take "
+    "[rank::world_size], and compute from all samples",
     see=BATCHES,
 )
 def samples_of_its_own(c, d):
@@ -603,7 +619,7 @@ def changes_weights_before(trace, s):
 )
 def unfrozen_late(c, d):
     """A parameter of a wrapped model that was not to be trained when it was wrapped."""
-    return meets(d.names, c.ranks[0].steps[d.s].facts["late"])
+    return those_among(d, c.ranks[0].steps[d.s].facts["late"])
 
 
 @explains(
@@ -614,12 +630,17 @@ def unfrozen_late(c, d):
 )
 def in_no_wrapper(c, d):
     """A parameter outside of all wrapped models, of which there are some."""
-    return meets(d.names, c.ranks[0].steps[d.s].facts["outside"])
+    return those_among(d, c.ranks[0].steps[d.s].facts["outside"])
 
 
-def meets(names, others):
-    """Return whether lists share a name; "all weights" stands for any."""
-    return others and ("all weights" in names or set(names) & set(others))
+def those_among(d, others):
+    """Return that the gradients of some names differ, if these are among the others.
+
+    After the steps of which each tensor is recorded, it can be any of the others.
+    """
+    names = others if "all" in d.names else [name for name in d.names if name in others]
+    which = f"the gradient of {name_them(names)}" if names else ""
+    return names and {"seen": f"step {d.step}: {which} differs between the ranks"}
 
 
 @explains(
@@ -873,9 +894,11 @@ def losses(c, d):
 
 @explains(
     "gradients",
-    cause="the losses fit, and the gradient does not: something is detached, clipped, "
+    cause="the losses fit, and the gradient does not: something is detached, as what "
+    "all_gather returns is; or clipped before the average, or by a norm of its own; or "
     "scaled or reduced twice",
-    cure="look at what comes between the loss and the step",
+    cure="gather with torch.distributed.nn.functional.all_gather; clip the averaged "
+    "gradients, by the norm of all of them",
     see=SPECIAL,
 )
 def changed_after_the_loss(c, d):
@@ -965,8 +988,9 @@ def rate_scaled(c, d):
 
 @explains(
     "options",
-    cause="a schedule counts steps or samples that one rank does not have",
-    cure="compute its length from len(loader) of the rank",
+    cause="a schedule has another length or pace, perhaps because it is computed from "
+    "the local batch size or from one rank's samples",
+    cure="compute it from the steps that all take: len(loader)",
     see=f"{PAGE}, A learning-rate schedule",
 )
 def schedule_of_another_length(c, d):
