@@ -361,9 +361,8 @@ def shard_model(args, model, mesh):
     # [14] not over all processes: those of a dp group have the same shards of layers
     for block in model.blocks:  # [12] otherwise all the weights are whole at once
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(
-        model, mesh=mesh["dp"], mp_policy=policy
-    )  # [12] the weights in no block
+    # [12] the weights in no block
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
 
 
 def has_diverged(model, scaler):
