@@ -162,6 +162,14 @@ def evaluate("""
 WITH_BUFFER = MODEL.replace("nn.Sequential(", "nn.Sequential(Recent(), ")
 GLOBAL_MEAN = "dist.all_reduce(recent); recent = recent / dist.get_world_size()"
 SIMILAR = " @ points[:, :1].expand(-1, 4).T, torch.arange(len(points))"
+GATHERED = """\
+        mine = model(points)
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, mine.detach())
+        others[dist.get_rank()] = mine
+        loss = (mine[:, None] - torch.cat(others)).square().mean()
+"""
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), {})"
 HEAD = "\n\n@torch.no_grad()\ndef evaluate("
 MEANS = (
     "    loss_sum, correct, seen = sums.tolist()\n"
@@ -308,7 +316,7 @@ MISTAKES = {
     "sum_behind_clipping": (
         [
             (LOSS, LOSS.replace("labels)", 'labels, reduction="sum") / 24')),
-            before(STEP, "nn.utils.clip_grad_norm_(model.parameters(), 1e-3)"),
+            before(STEP, CLIP.format(1e-3)),
         ],
         "step 1: the gradients are 1/2 of those of one process; a sum over the batch",
     ),
@@ -318,13 +326,19 @@ MISTAKES = {
     ),
     "samples_compared": (
         [(LOSS, LOSS.replace("points), labels", f"points){SIMILAR}"))],
-        "step 1: the gradient of; compares the samples of a batch; gather",
+        "step 1: what mm (after.py:; 12 numbers, and there 24; gather what is compared",
+    ),
+    "gathered": (
+        [(LOSS, GATHERED)],
+        "step 1: the gradient of; what all_gather returns (after.py:; has no gradient",
     ),
     "clipped_early": (
-        micro_batches(
-            "number == 1", "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
-        ),
+        micro_batches("number == 1", CLIP.format(0.1)),
         "step 1: the gradient of; clips a gradient; after the last backward pass",
+    ),
+    "clipped_per_rank": (
+        [before(STEP, CLIP.format(0.1)), *average(2)],
+        "step 1: the gradient of; clips each rank's own gradient; average first",
     ),
     "own_buffer": (
         [(MODEL, WITH_BUFFER), (HEAD, BUFFER.replace("            AVERAGE\n", ""))],
@@ -332,7 +346,7 @@ MISTAKES = {
     ),
     "mixes_samples": (
         [(MODEL, f"{MODEL}\n    model[1].forward = lambda x: x - x.mean(0)")],
-        "step 1: the output of 1 (SiLU); depends on the other samples",
+        "step 1: what sub (after.py:; computes for a sample; on the other samples",
     ),
     "rate_scaled": (
         [("lr=args.lr, ", "lr=args.lr * world_size, ")],
@@ -747,6 +761,14 @@ def test_weights_are_compared(other, says, equal, capsys):
     assert says in capsys.readouterr().out
 
 
+def test_names_of_a_wrapper_are_told(capsys):
+    compare = load_program(CHECK).compare
+    assert not compare({"a": torch.zeros(2)}, {"module.a": torch.zeros(2)})
+    assert "module. is the wrapper's" in capsys.readouterr().out
+    assert not compare({"a": torch.zeros(2)}, {"b": torch.zeros(2)})
+    assert "module." not in capsys.readouterr().out
+
+
 def test_dropout_is_turned_off():
     """In a fork: it changes torch.nn."""
     harness.call_in_forks(compute_without_dropout, [()])
@@ -786,9 +808,9 @@ def test_float64_is_kept():
         ([], "name a SCRIPT, or a folder that --keep has made\n"),
         (["--nodes=2", "--processes=2,3", CHECK], "2 nodes do not divide"),
         (["--keep=.", CHECK], "--keep: . is not empty\n"),
-        (["--processes=1", CHECK], "'1' is not a list such as 1,2,3\n"),
-        (["--processes=0,1", CHECK], "'0,1' is not a list such as 1,2,3\n"),
-        (["--processes=1,two", CHECK], "'1,two' is not a list such as 1,2,3\n"),
+        (["--processes=1", CHECK], "'1' is not a list such as 1,2: two runs"),
+        (["--processes=0,1", CHECK], "'0,1' is not a list such as 1,2: two runs"),
+        (["--processes=1,two", CHECK], "'1,two' is not a list such as 1,2: two runs"),
     ],
 )
 def test_bad_input(words, says, tmp_path):

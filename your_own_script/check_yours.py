@@ -23,6 +23,7 @@ import argparse
 import ast
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import pickle
@@ -112,7 +113,7 @@ def turn_dropout_off():
     nn.RNNBase.__init__ = without_dropout_between_layers
 
 
-def run_exactly(script, flags, folder, stir=False):
+def run_exactly(script, flags, folder, stir=False, operations=False):
     """Run a script in this process, in float64 and without dropout.
 
     What it prints goes to the files RANK.out and RANK.err in the folder, and what it
@@ -130,7 +131,7 @@ def run_exactly(script, flags, folder, stir=False):
     random.seed(rank)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank)
-    recorder = Recorder(f"{folder}/{rank}.trace", script, stir)
+    recorder = Recorder(f"{folder}/{rank}.trace", script, stir, operations)
     recorder.start()
     torch.set_default_dtype(torch.float64)
     turn_dropout_off()
@@ -152,10 +153,11 @@ class Launcher:
     def __init__(self, args, folder):
         self.args, self.folder = args, folder
 
-    def run(self, name, processes=1, stir=False, new_python=False):
+    def run(self, name, processes=1, new_python=False, **options):
         """Run the script to its end, or until it hangs; return what run.json then has.
 
-        new_python: start a new Python, whose sets have another order, and do not fork.
+        options: of run_exactly. new_python: start a new Python, whose sets have another
+        order, and do not fork.
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
@@ -178,7 +180,8 @@ class Launcher:
                 if new_python:
                     pid = start_python(script, flags, str(folder), variables)
                 else:
-                    pid = fork(run_exactly, (script, flags, folder, stir), variables)
+                    run = functools.partial(run_exactly, script, flags, folder)
+                    pid = fork(run, options, variables)
                 ranks[pid] = rank
             codes = watch(ranks, folder, self.args.patience)
         finally:
@@ -204,7 +207,7 @@ def find_port():
         return s.getsockname()[1]
 
 
-def fork(function, arguments, variables):
+def fork(function, options, variables):
     """Call a function in a fork, with these variables; return its process id."""
     sys.stdout.flush()
     parent = os.getpid()
@@ -215,7 +218,7 @@ def fork(function, arguments, variables):
     try:
         become_a_rank(parent)
         os.environ.update(variables)
-        function(*arguments)
+        function(**options)
         code = 0
     except SystemExit as ended:  # what Python does at its end
         code = ended.code if isinstance(ended.code, int) else 1
@@ -377,6 +380,8 @@ def compare(one, other):
     """Print how far two sets of weights are apart; return whether by rounding alone."""
     if shapes(one) != shapes(other):
         print("different names or shapes of weights")
+        if {name.removeprefix("module.") for name in other} == set(one):
+            print("           module. is the wrapper's: save the model inside of it")
         return False
     differences = {name: (one[name] - other[name]).abs().max().item() for name in one}
     # one that is not a number is the largest, and is no rounding
@@ -491,7 +496,8 @@ class Check:
         """Return the differences and notes, after another run of one process if needed.
 
         With other random numbers, if the inputs or what the model computes differ: are
-        they random? As it is, if what is printed differs: is it a time?
+        they random? As it is, if what is printed differs: is it a time? With each
+        operation of step 1, if the cause is not sure, on as many processes, too.
         """
         c = self.read(processes)
         differences = diagnoses.diagnose(c)
@@ -503,17 +509,26 @@ class Check:
         else:
             name = None
         if c.one and name and not any(c.codes):
-            if not (self.folder / name).exists():
-                self.launcher.run(name, stir=name == "stirred")
+            self.run_again(name, stir=name == "stirred")
+            c = self.read(processes)
+            differences = diagnoses.diagnose(c)
+        if any(d.because.unsure for d in differences[:1]) and not any(c.codes):
+            for many in (1, processes):
+                self.run_again(f"operations-{many}", processes=many, operations=True)
             c = self.read(processes)
             differences = diagnoses.diagnose(c)
         return differences, diagnoses.find_notes(c)
+
+    def run_again(self, name, **options):
+        if not (self.folder / name).exists():
+            self.launcher.run(name, **options)
 
 
 def numbers(text):
     """Return the numbers of a list such as 1,2,3."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,3")
+        says = "is not a list such as 1,2: two runs at least are compared"
+        raise argparse.ArgumentTypeError(f"{text!r} {says}")
     return [int(number) for number in text.split(",")]
 
 

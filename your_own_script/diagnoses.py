@@ -48,6 +48,7 @@ class Because(NamedTuple):
     see: str
     seen: str  # in place of what the Difference says
     note: bool  # so by nature, and no mistake
+    unsure: bool  # the operations can say more
 
 
 TENSOR_PARALLEL = "tensor parallelism"
@@ -55,7 +56,7 @@ TENSOR_PARALLEL = "tensor parallelism"
 CAUSES = {}  # for each kind of difference the functions that explain it
 
 
-def explains(*kinds, cause, cure, see, seen="{seen}", note=False):
+def explains(*kinds, cause, cure, see, seen="{seen}", note=False, unsure=False):
     def add(function):
         def explain(c, d):
             values = function(c, d)
@@ -64,7 +65,7 @@ def explains(*kinds, cause, cure, see, seen="{seen}", note=False):
             values = values if isinstance(values, dict) else {}
             values = {"seen": d.seen, "step": d.step, "n": c.n} | values
             texts = [text.format(**values) for text in (cause, cure, see, seen)]
-            return Because(*texts, note)
+            return Because(*texts, note, unsure)
 
         for kind in kinds:
             CAUSES.setdefault(kind, []).append(explain)
@@ -553,6 +554,17 @@ def batch_norm(c, d):
 
 
 @explains(
+    "operations",
+    cause="it compares the samples of a batch, of which a rank has fewer",
+    cure="gather what is compared from all ranks",
+    see=f"{SPECIAL}; recipes/contrastive_loss.py",
+)
+def compares_samples(c, d):
+    """An operation has more numbers for a sample if the batch is larger."""
+    return d.wider
+
+
+@explains(
     "outputs",
     cause="it takes the samples for a sequence, and attends across them",
     cure="batch_first=True",
@@ -564,14 +576,16 @@ def attends_across_samples(c, d):
 
 
 @explains(
+    "operations",
     "outputs",
     cause="it depends on the other samples of the batch: on their mean, or because it "
     "takes the first dimension for another one",
     cure="compute it for each sample by itself, or over all ranks",
     see=ASSUMES,
+    unsure=True,
 )
 def mixes_samples(c, d):
-    """It is any other module."""
+    """It is any other module, or an operation."""
     return True
 
 
@@ -853,6 +867,7 @@ def batch_norm_in_the_model(c, d):
     "so it compares the samples of a batch, of which a rank has fewer",
     cure="gather what is compared from all ranks",
     see=f"{SPECIAL}; recipes/contrastive_loss.py",
+    unsure=True,
 )
 def loss_compares_samples(c, d):
     """One process's loss is no mean of the ranks' losses, whatever their weights."""
@@ -868,6 +883,7 @@ def loss_compares_samples(c, d):
     "{one:.6g}: each rank divides by its own count (tokens, a mask, class weights)",
     cure="all-reduce the divisor, and multiply the loss by the world size",
     see=SPECIAL,
+    unsure=True,
 )
 def mean_over_different_counts(c, d):
     """It is between the ranks' losses, and not in the middle."""
@@ -894,12 +910,39 @@ def losses(c, d):
 
 @explains(
     "gradients",
-    cause="the losses fit, and the gradient does not: something is detached, as what "
-    "all_gather returns is; or clipped before the average, or by a norm of its own; or "
-    "scaled or reduced twice",
-    cure="gather with torch.distributed.nn.functional.all_gather; clip the averaged "
-    "gradients, by the norm of all of them",
+    cause="{at} clips each rank's own gradient, before they are averaged",
+    cure="average first, then clip",
     see=SPECIAL,
+)
+def clipped_before_the_average(c, d):
+    """What clip_grad_norm_ gets differs between the ranks."""
+    clips = [trace.steps[d.s].clips for trace in c.ranks]
+    if not all(clips) or not unequal_between_ranks([x[-1]["gradients"] for x in clips]):
+        return False
+    return {"at": clips[0][-1]["at"]}
+
+
+@explains(
+    "gradients",
+    cause="what {name} returns ({at}) has no gradient, so that it does not reach the "
+    "other ranks' samples",
+    cure="gather with torch.distributed.nn.functional.all_gather",
+    see=f"{SPECIAL}; recipes/contrastive_loss.py",
+)
+def gathered_without_a_gradient(c, d):
+    """Something was gathered in the step, and the losses fit."""
+    calls = collectives_after(c.ranks[0], d.s)
+    gathers = [event for event in calls if event["name"].startswith("all_gather")]
+    return losses(c, d)[0] is not None and gathers and gathers[0]
+
+
+@explains(
+    "gradients",
+    cause="the losses fit, and the gradient does not: something is detached; or "
+    "clipped by a norm of its own; or scaled or reduced twice",
+    cure="look at what happens to a gradient between backward() and step()",
+    see=SPECIAL,
+    unsure=True,
 )
 def changed_after_the_loss(c, d):
     """The losses fit."""
@@ -912,6 +955,7 @@ def changed_after_the_loss(c, d):
     "batch",
     cure="all-reduce the divisor, and multiply by the world size",
     see=SPECIAL,
+    unsure=True,
 )
 def loss_was_not_seen(c, d):
     """Nothing of the above."""
@@ -1179,7 +1223,12 @@ def all_ranks_write(c, d):
 def metrics_of_one_rank(c, d):
     """No collective was called between the last evaluation and the next step."""
     steps = [steps for steps, _ in c.ranks[0].evaluations]
-    return steps and steps[-1] not in c.ranks[0].collectives
+    return steps and not collectives_after(c.ranks[0], steps[-1])
+
+
+def collectives_after(trace, steps):
+    """Return the collectives that are called after so many steps, before another."""
+    return [event for before, event in trace.collectives if before == steps]
 
 
 @explains(
@@ -1314,14 +1363,15 @@ def read_run(folder):
 def read_runs(folder, processes):
     """Return the Runs of so many processes, beside those of one process."""
     facts = read_run(folder / str(processes))
-    for name in ("1", "stirred", "rehashed", "again"):
-        other = folder / name
-        if str(processes) == name or not (other / "run.json").exists():
+    others = {"one": "1", "stirred": "stirred", "rehashed": "rehashed"}
+    others |= {"again": "again", "one_by_operations": "operations-1"}
+    others["by_operations"] = f"operations-{processes}"
+    for name, other in others.items():
+        if str(processes) == other or not (folder / other / "run.json").exists():
             continue
-        run = read_run(other)
+        run = read_run(folder / other)
         if not any(run["codes"]):
-            facts["one" if name == "1" else name] = run["ranks"][0]
-            facts["one_out" if name == "1" else f"{name}_out"] = run["out"][0]
+            facts[name], facts[f"{name}_out"] = run["ranks"][0], run["out"][0]
     return Runs(**facts)
 
 

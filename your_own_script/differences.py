@@ -25,7 +25,16 @@ GROWS = (
 # What differs in one step, in the order in which one thing leads to the next.
 ORDER = [
     *("stopped", "set order", "untied", "order", "samples", "inputs", "draws", "noise"),
-    *("start", "outputs", "own gradients", "gradients", "nothing", "options", "state"),
+    *(
+        "start",
+        "operations",
+        "outputs",
+        "own gradients",
+        "gradients",
+        "nothing",
+        "options",
+        "state",
+    ),
     *("own weights", "weights", "steps", "unowned", "evaluation", "evaluated", "files"),
     "printed",
 ]
@@ -82,7 +91,8 @@ class Trace:
         self.loaders, self.passes, self.steps = {}, [], []
         self.starts, self.lasts, self.evaluations = {}, {}, []
         self.kept = {"wrap": [], "untied": [], "foreign": [], "write": []}
-        self.lost, self.waits, self.end, self.collectives = [], None, {}, set()
+        self.lost, self.waits, self.end, self.collectives = [], None, {}, []
+        self.operations = []
         self.rest = Step()
         self.last = events[-1] if events else {}
         training = find_training_loaders(events)
@@ -101,6 +111,8 @@ class Trace:
             elif kind in ("forward", "outputs", "backward", "clip"):
                 # a closure is called between "step" and "stepped"
                 self.add_to(self.steps[-1] if stepping else self.rest, event)
+            elif kind == "operation":
+                self.operations.append(event)
             elif kind == "evaluate":
                 self.evaluations.append((len(self.steps), event))
             elif kind == "start":
@@ -121,7 +133,7 @@ class Trace:
                 self.lasts[event["optimizer"]] = event["weights"]
             elif kind == "collective":
                 self.waits = event
-                self.collectives.add(len(self.steps))
+                self.collectives.append((len(self.steps), event))
             elif kind == "done":
                 self.waits = None
             elif kind == "end":
@@ -185,13 +197,15 @@ class Runs:
 
     ranks: their traces; one: that of one process, or None. equal: whether the weights
     that were written are equal. stirred: one process again, with other random numbers;
-    rehashed: with sets in another order. out: the lines that each rank printed, one_out
-    those of one process, and again_out those of a second run of it.
+    rehashed: with sets in another order. one_by_operations and by_operations: one
+    process and rank 0, with their operations. out: the lines that each rank printed,
+    one_out those of one process, and again_out those of a second run of it.
     """
 
     def __init__(self, ranks, one=None, **others):
         self.ranks, self.one, self.n = ranks, one, len(ranks)
         self.equal, self.stirred, self.rehashed = False, None, None
+        self.one_by_operations, self.by_operations = None, None
         self.codes, self.hangs = [0] * self.n, False
         self.out, self.one_out, self.again_out = [], [], []
         self.local_ranks = list(range(self.n))
@@ -467,6 +481,36 @@ def first_weights_differ(c):
         elif alone and (names := unequal(merge([alone]), merge(starts))):
             seen = f"before step 1, {name_them(names)} is not that of one process"
             yield Difference("start", 1, seen, only=False)
+
+
+def operations_differ(c):
+    """In step 1 an operation computes something else for a sample than on one process.
+
+    It is the first one of which the line in the script is known. A mistake between two
+    modules, or in the loss, is found in this way only.
+    """
+    one, rank = c.one_by_operations, c.by_operations
+    if not (one and rank and c.inputs_equal) or c.random:
+        return
+    known = {
+        (e["name"], e["at"], e["call"], sample): (e["width"], *values)
+        for e in one.operations
+        for sample, *values in e["rows"]
+    }
+    for e in rank.operations:
+        for sample, *values in e["rows"]:
+            width, *wanted = known.get(
+                (e["name"], e["at"], e["call"], sample), (e["width"], *values)
+            )
+            if e["width"] == width and all(map(is_close, wanted, values)):
+                continue
+            seen = f"step 1: what {e['name']} ({e['at']}) computes for a sample "
+            seen += "is not what it is on one process"
+            if e["width"] != width:
+                seen += f": {e['width']} numbers, and there {width}"
+            facts = {"module": e["name"], "wider": e["width"] != width}
+            yield Difference("operations", 1, seen, **facts)
+            return
 
 
 def outputs_differ(c):
@@ -751,6 +795,7 @@ SEARCHES = (
     draws_are_equal,
     the_model_draws,
     first_weights_differ,
+    operations_differ,
     outputs_differ,
     gradients_differ_between_ranks,
     gradients_differ_from_one,

@@ -8,7 +8,7 @@ is a hash of its numbers, and a weight or a gradient is a sketch of two numbers.
 differences.py reads the lines. In the order of this file they are about
 
     the data        loader, pass, batch
-    the models      wrap, forward, outputs, evaluate
+    the models      wrap, forward, outputs, operation, evaluate
     the loop        backward, clip, start, step, stepped, last
     the rest        collective, done, write, end
 """
@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import zlib
+from collections import Counter
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
@@ -169,10 +171,11 @@ class Recorder:
     """Writes the trace of a rank to a file.
 
     stir: draw a number from each global generator in the first forward pass. Whatever
-    is another one afterwards is random.
+    is another one afterwards is random. operations: note the output of each operation
+    between that pass and the first backward pass, for each sample.
     """
 
-    def __init__(self, file, script, stir=False):
+    def __init__(self, file, script, stir=False, operations=False):
         self.file, self.pid = Path(file).open("w"), os.getpid()  # noqa: SIM115
         self.folder = f"{Path(script).resolve().parent}{os.sep}"
         here = Path(__file__).resolve()
@@ -184,6 +187,7 @@ class Recorder:
         self.depth = self.forwards = self.steps = self.stepping = 0
         self.busy = False  # recording, or in what is not to be recorded
         self.inner = None  # what is noted of a forward pass, module by module
+        self.mode = Operations(self) if operations else None
         self.evaluated = None  # the model and the step whose weights are noted
 
     def start(self):
@@ -292,7 +296,7 @@ class Recorder:
 
     # ---- the models ------------------------------------------------------------------
     def patch_models(self):
-        """wrap, forward, outputs, evaluate: what is called, and on which samples."""
+        """wrap to evaluate: what is called, and on which samples."""
         record, call = self, nn.Module.__call__
 
         def new_call(self, *args, **kwargs):
@@ -421,6 +425,8 @@ class Recorder:
             self.forwards += 1
         if self.stir and self.forwards == 1:
             self.draw_from_all()
+        if self.mode and not self.steps:
+            self.mode.watch(samples)
 
     def draw_from_all(self):
         torch.rand(1)
@@ -457,13 +463,10 @@ class Recorder:
         with self.quietly():
             for x in tensors_in(output)[:1]:
                 name = names.get(id(module), None if self.depth else "")
-                fits = x.dim() and x.shape[0] == len(samples) and x.numel()
-                if name is not None and fits and x.is_floating_point():
-                    few = len(samples) <= ROWS
-                    kept = [i for i, h in enumerate(samples) if few or h % 4 == 0]
-                    x = x.detach().double().reshape(len(samples), -1)[kept]
+                kept, x = rows_of(x, samples)
+                if name is not None and kept:
                     numbers = (x @ spread(x.shape[1])).tolist(), x.norm(dim=1).tolist()
-                    each = [[samples[i], *n] for i, *n in zip(kept, *numbers)]  # noqa: B905
+                    each = [list(row) for row in zip(kept, *numbers, strict=True)]
                     outputs.append([name, type(module).__name__, each])
             if not self.depth:
                 self.write("outputs", outputs=outputs)
@@ -483,6 +486,8 @@ class Recorder:
         record, backward = self, torch.autograd.backward
 
         def new_backward(tensors, *args, **kwargs):
+            if record.mode:
+                record.mode.stop()
             loss = tensors if isinstance(tensors, torch.Tensor) else [*tensors, None][0]
             known = isinstance(loss, torch.Tensor) and loss.numel() == 1
             known = known and not hasattr(loss, "placements")
@@ -672,6 +677,46 @@ class Recorder:
         self.busy = True
 
 
+class Operations(TorchDispatchMode):
+    """Writes the output of each operation for each sample; the samples can be gathered.
+
+    A row is noted by its sum, its norm and its length, which do not depend on the order
+    of its numbers: another rank's samples can come in another order.
+    """
+
+    def __init__(self, recorder):
+        super().__init__()
+        self.recorder, self.samples, self.calls = recorder, None, Counter()
+
+    def watch(self, samples):
+        if self.samples is None:
+            self.__enter__()
+        self.samples = samples
+
+    def stop(self):
+        if self.samples is not None:
+            self.__exit__(None, None, None)
+        self.recorder.mode = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if self.recorder.busy or hasattr(output, "placements"):
+            return output
+        name, at = function.overloadpacket.__name__, self.recorder.where()
+        self.calls[name, at] += 1
+        with self.recorder.quietly():
+            for x in tensors_in(output)[:1]:
+                kept, x = rows_of(x, self.samples)
+                if kept:
+                    numbers = x.sum(dim=1).tolist(), x.norm(dim=1).tolist()
+                    rows = [list(row) for row in zip(kept, *numbers, strict=True)]
+                    call, width = self.calls[name, at], x.shape[1]
+                    self.recorder.write(
+                        "operation", name=name, at=at, call=call, width=width, rows=rows
+                    )
+        return output
+
+
 # ---- small questions -----------------------------------------------------------------
 @functools.cache
 def resolve(file):
@@ -688,6 +733,20 @@ def index_below_subsets(dataset, index):
         return index
     except (TypeError, ValueError, IndexError):
         return None
+
+
+def rows_of(x, samples):
+    """Return the samples to be noted, and their rows of an output, [samples, numbers].
+
+    There are none if it has no floating-point row for each sample.
+    """
+    fits = x.dim() and x.shape[0] == len(samples) and x.numel()
+    if not fits or not x.is_floating_point():
+        return [], x
+    few = len(samples) <= ROWS
+    kept = [i for i, h in enumerate(samples) if few or h % 4 == 0]
+    x = x.detach().double().reshape(len(samples), -1)[kept]
+    return [samples[i] for i in kept], x
 
 
 def without_wrapper(module):
