@@ -512,3 +512,15 @@ def test_what_the_gpu_half_cannot_do(words, named, tmp_path, monkeypatch, capsys
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("gpu.py: error: ") and named in line
     assert not out_dir.exists()
+
+
+def test_what_an_assistant_reads_exists():
+    links = re.findall(r"\]\(([^)#]+)", pages.for_assistants())
+    assert len(links) > 40
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_a_new_container_runs_a_command_of_make():
+    settings = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    name = settings["postCreateCommand"].removeprefix("make ")
+    assert f"\n{name}:" in (ROOT / "Makefile").read_text()

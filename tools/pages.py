@@ -1,7 +1,8 @@
 """`make pages`: write what follows from stages.toml and the tests' marks.
 
-These are the stages in README.md and README.zh-CN.md, docs/faults.md, and the
-pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is stale.
+These are the stages in README.md and README.zh-CN.md, docs/faults.md, llms.txt, and
+the pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is
+stale.
 
 python -m tools.pages
 """
@@ -25,6 +26,19 @@ BOOK = re.compile(
 # A fork that publishes the site, with .github/workflows, writes its address here:
 # "https://NAME.github.io/REPOSITORY/". Until then the front pages lead to the notebook.
 SITE = ""
+LLMS = ROOT / "llms.txt"
+HEAD = (
+    "# Distributed training in PyTorch",
+    "",
+    "> From one GPU to several, to a cluster with Slurm, and to models that do not fit "
+    "on one GPU: complete scripts, and pages whose claims are run and tested.",
+    "",
+    "[SKILL.md](SKILL.md) says how to help somebody with it. Messages and faults are "
+    "in [docs/symptoms.md](docs/symptoms.md).",
+    "",
+    "## Questions",
+    "",
+)
 
 
 def stage_list(page):
@@ -59,12 +73,25 @@ def builds_on(chinese):
     return f"Each builds on the one before it, except {but}.{skip}"
 
 
+def for_assistants():
+    """Return llms.txt: what an assistant may read, by the form of llmstxt.org."""
+    questions = (ROOT / "docs/questions.md").read_text().splitlines()
+    lines = [line for line in questions if line.startswith("- [")]
+    lines = [re.sub(r"\]\((?!\.\./)", "](docs/", line) for line in lines]
+    lines = [line.replace("](../", "](") for line in lines]
+    known = [
+        f"- [{s.name}]({s.name}/{s.name}.ipynb): {s.teaches}"
+        for s in registry().values()
+    ]
+    return "\n".join([*HEAD, *lines, "", "## The stages", "", *known, ""])
+
+
 def pages():
     """Return {path: what its text should be} for the pages, except the pictures.
 
     Raises ValueError if a front page has no markers around its list.
     """
-    found = {fault_table.PAGE: fault_table.page()}
+    found = {fault_table.PAGE: fault_table.page(), LLMS: for_assistants()}
     for page in FRONT_PAGES:
         above, rest = (ROOT / page).read_text().split(START)
         _, below = rest.split(END)
