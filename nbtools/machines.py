@@ -7,6 +7,7 @@ for the machines. What needs a network between them is then not run.
 import contextlib
 import os
 import re
+import shlex
 import tempfile
 from collections import Counter
 from itertools import zip_longest
@@ -51,7 +52,7 @@ def do(words):
 def words_on(machine, command):
     """Return the words of a command that runs on a machine."""
     command = command.replace("\\\n", " ").replace("$WORK", str(lesson.work))
-    words = command.split()
+    words = shlex.split(command)
     first = next(n for n, word in enumerate(words) if "=" not in word)
     program = harness.PROGRAMS.get(words[first], [words[first]])
     words = ["env", *words[:first], *program, *words[first + 1 :]]

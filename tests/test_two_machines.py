@@ -165,3 +165,37 @@ Root Cause (first observed failure):
         "  rank      : 1 (local_rank: 0)",
         "====",
     ]
+
+
+STACKS = """
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.debug import start_debug_server
+
+dist.init_process_group("gloo")
+start_debug_server()
+def read_images():
+    time.sleep(3600)
+if dist.get_rank() == 1:
+    read_images()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.release
+def test_the_stacks_of_all_ranks_on_a_page(machines, tmp_path):
+    """On a machine of its own, because it listens on all interfaces."""
+    (tmp_path / "stuck.py").write_text(STACKS)
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", tmp_path / "stuck.py"]
+    command = ["bash", SCRIPT, "on", 1, *command]
+    page = ["on", 1, "curl", "--silent", "http://127.0.0.1:25999"]
+    with harness.start(command, tmp_path / "out", TWO_MACHINES=PAIR):
+
+        def stacks():
+            text = machines(*page[:-1], f"{page[-1]}/stacks", code=None).stdout
+            return text if "in read_images" in text and "in all_reduce" in text else ""
+
+        harness.wait_until(stacks, harness.LIMIT)
+        assert "Rank 1" in stacks()
+        assert "500" in machines(*page[:-1], f"{page[-1]}/fr_trace", code=None).stdout
