@@ -34,7 +34,7 @@ help:
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
 	@echo "make new-stage NAME=15_x  begin a stage (FROM=NN: it builds on that one)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
-	@echo "make steps            record docs/steps.json, a training step of some stages"
+	@echo "make steps            record tools/site/steps.json, a training step of some stages"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
@@ -67,8 +67,8 @@ $(INSTALLED): $(DEMO_INSTALLED) requirements-notebooks.txt requirements-dev.txt
 	$(PIP_INSTALL) $(WANTED_TORCH) -r requirements.txt -r requirements-notebooks.txt -r requirements-dev.txt
 	@touch $@
 
-$(SITE_INSTALLED): $(INSTALLED) docs/requirements.txt
-	$(PIP_INSTALL) -r docs/requirements.txt
+$(SITE_INSTALLED): $(INSTALLED) tools/site/requirements.txt
+	$(PIP_INSTALL) -r tools/site/requirements.txt
 	@touch $@
 endif
 
@@ -96,7 +96,7 @@ update: $(INSTALLED)
 
 lock: $(INSTALLED)
 	$(PY) -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
-	  --custom-compile-command "make lock" requirements*.txt docs/requirements.txt -o requirements.lock
+	  --custom-compile-command "make lock" requirements*.txt tools/site/requirements.txt -o requirements.lock
 
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)
@@ -124,10 +124,10 @@ steps: $(INSTALLED)
 
 site: $(SITE_INSTALLED)
 	@$(PY) -c 'import matplotlib, myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
-	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r docs/requirements.txt" >&2; exit 2; }
+	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r tools/site/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
 	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto \
-	  -c docs . docs/_build/html
+	  -c tools/site . docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
 exits: $(INSTALLED)

@@ -63,8 +63,8 @@ def is_built():
         return False
     built = front_page.stat().st_mtime
     newer = [n for n in known_files() if (ROOT / n).stat().st_mtime > built]
-    ends = (".md", ".ipynb", "train.py", "stages.toml")
-    return not [n for n in newer if n.endswith(ends) or n.startswith("docs/")]
+    ends, machinery = (".md", ".ipynb", "train.py", "stages.toml"), "tools/site/"
+    return not [n for n in newer if n.endswith(ends) or n.startswith(machinery)]
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_the_calculator_says_what_fits(visit):
 
 # ---- a training step -----------------------------------------------------------------
 def test_one_goes_through_a_recorded_step_by_keys(visit):
-    recorded = json.loads((ROOT / "docs/steps.json").read_text())["steps"]
+    recorded = json.loads((ROOT / "tools/site/steps.json").read_text())["steps"]
     first, *_, last = recorded
     page = visit(STEPS)
     says, ranks = page.locator(".says"), page.locator(".rank")

@@ -79,7 +79,7 @@ def test_requirements_are_what_scripts_and_notebooks_import():
 
 
 def test_the_lock_has_a_version_of_all_that_is_required():
-    files = [*ROOT.glob("requirements*.txt"), ROOT / "docs/requirements.txt"]
+    files = [*ROOT.glob("requirements*.txt"), ROOT / "tools/site/requirements.txt"]
     locked = required("requirements.lock")
     wanted = required(*files)
     assert len(files) == 4 and len(wanted) >= 25
@@ -348,7 +348,7 @@ def test_make_site_without_sphinx_is_one_line(tmp_path):
     there = built.exists()
     done = harness.run(["make", "--silent", "site", f"PY={python}"], code=2)
     said, *makes_own = done.stderr.splitlines()
-    assert "has no Sphinx" in said and "install -r docs/requirements.txt" in said
+    assert "has no Sphinx" in said and "install -r tools/site/requirements.txt" in said
     assert done.stdout == "" and [m[:4] for m in makes_own] == ["make"]
     assert built.exists() == there
 

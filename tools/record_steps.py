@@ -1,4 +1,4 @@
-"""`make steps`: docs/steps.json, a training step of some stages as each rank took it.
+"""`make steps`: a training step of some stages as each rank took it, for the site.
 
 Each stage trains on CPUs until its third optimizer step has ended. What happens after
 the second one is recorded (in the second, DDP still decides on its buckets): the module
@@ -30,7 +30,7 @@ from tools import stale
 from tools.stages import ROOT
 from tools.stages import first_with
 
-PAGE = ROOT / "docs/steps.json"
+PAGE = ROOT / "tools/site/steps.json"
 BEFORE = 2  # steps
 SMALL = "--width 64 --depth 2 --heads 4 --context-length 16 --batch-size 8"
 # a stage: its processes, and flags that make its model small

@@ -1,4 +1,4 @@
-"""What a notebook, or docs/steps.json, was made from: a digest that it keeps.
+"""What a notebook, or tools/site/steps.json, was made from: a digest that it keeps.
 
 It is of the cells that run, and of the programs that they name with what these import.
 It leaves out comments and docstrings, except where a program is shown or read, and

@@ -2,7 +2,7 @@
 
 The pages are the repository's Markdown files, notebooks and scripts. A new stage needs
 no line here: stages.toml has the order of the notebooks. A page docs/NAME.md finds its
-place in the sidebar, too. It gets the script docs/_static/NAME.js, if there is one,
+place in the sidebar, too. It gets the script _static/NAME.js, if there is one,
 and what DATA has for it.
 """
 
@@ -21,7 +21,8 @@ from matplotlib import colors
 from sphinx import addnodes
 from sphinx.search import SearchEnglish
 
-ROOT = Path(__file__).resolve().parents[1]
+SITE = Path(__file__).resolve().parent
+ROOT = SITE.parents[1]
 sys.path.insert(0, str(ROOT))
 
 from nbtools import drawing
@@ -43,7 +44,7 @@ source_suffix = dict.fromkeys(LANGUAGES, "myst-nb")  # see prepare
 # __init__.py stands for a folder that has no README.
 ignored = re.findall("^[^#\n].*", (ROOT / ".gitignore").read_text(), re.MULTILINE)
 exclude_patterns = [line.strip("/") for line in ignored]
-exclude_patterns += [".*", "**/.*", "docs/*.py", "*/demos/*.sbatch"]
+exclude_patterns += [".*", "**/.*", "docs/*.py", "tools/site", "*/demos/*.sbatch"]
 exclude_patterns += [f"{path.parent.name}/__init__.py" for path in ROOT.glob("*/*.md")]
 nitpicky = True
 smartquotes = False  # otherwise the two hyphens of a flag become a dash
@@ -82,7 +83,7 @@ html_extra_path = ["index.html"]  # leads to README.html
 html_copy_source = False
 html_use_index = False
 html_search_language = "english-and-chinese"  # see Words
-html_search_scorer = str(ROOT / "docs/_static/scorer.js")
+html_search_scorer = str(SITE / "_static/scorer.js")
 # A summary needs a server, and the site can also be read from a folder.
 html_show_search_summary = False
 
@@ -92,7 +93,7 @@ COLORS = {kind: colors.to_hex(name) for kind, name in drawing.COLORS.items()}
 
 def recorded_steps():
     """Return the recorded steps, and the scripts of their stages."""
-    recorded = json.loads((ROOT / "docs/steps.json").read_text())["steps"]
+    recorded = json.loads((SITE / "steps.json").read_text())["steps"]
     scripts = {name: (ROOT / name / "train.py").read_text() for name in recorded}
     return {"recorded": recorded, "scripts": scripts, "colors": COLORS}
 
@@ -332,7 +333,7 @@ def complete(app, page, _template, context, _doctree):
             link = app.builder.get_relative_uri(page, book[place])
             context[key] = {"link": link, "title": title}
     folder, _, name = page.removesuffix(zh.CHINESE).partition("/")
-    if folder == "docs" and (ROOT / f"docs/_static/{name}.js").is_file():
+    if folder == "docs" and (SITE / f"_static/{name}.js").is_file():
         app.add_js_file(f"{name}.js", loading_method="defer")
     if app.env.doc2path(page).suffix == ".ipynb":
         context["body"] = with_narrow_pictures(app, page, context["body"])
