@@ -34,10 +34,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+from torchao.optim import AdamW8bit
 from transformers import AutoModelForCausalLM
+from transformers import GraniteConfig
 from transformers import LlamaConfig
 from transformers import MistralConfig
 from transformers import Qwen2Config
+from transformers import Qwen3Config
+from transformers import SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from common import launch
@@ -59,15 +64,21 @@ pytestmark = pytest.mark.ci
 harness.preloaded += [*TRANSFORMERS, "tests.test_memory"]
 
 STAGE, SPLIT = first_with("shards"), first_with("tensor_parallel")
-PROGRAM = ROOT / "your_own_script/memory.py"
+PROGRAM, FOLDER = (
+    ROOT / "your_own_script/memory.py",
+    ROOT / "your_own_script/hugging_face",
+)
 memory = load_program(PROGRAM, "memory_calculator")
 demo = load_program(ROOT / STAGE / "demos/memory.py", "memory_demo")
+lora = load_program(FOLDER / "lora.py")
+sharded = load_program(FOLDER / "sharded.py")
 PROCESSES = 2
 VOCABULARY, WIDTH, DEPTH, CONTEXT = 4096, 192, 4, 32
 GPT_FLAGS = f"--block gpt --layers {DEPTH} --width {WIDTH} --heads 4"
 GPT_FLAGS += f" --vocabulary {VOCABULARY} --context-length {CONTEXT}"
+LLAMA = memory.Shape(*("llama", DEPTH, WIDTH, 4, 2, WIDTH // 4, 2 * WIDTH, VOCABULARY))
 KINDS = {"blocks": "FSDP", "ends": "ends apart", "whole": "only the root"}
-STATES = ("weights, float32", "gradients, float32", "AdamW's averages, float32")
+STATES = ("weights", "gradients", "AdamW's averages")
 GROUPS = ("gathered weights", "whole gradients", "copy to reduce")
 
 
@@ -76,7 +87,8 @@ class Case(NamedTuple):
     """A training.
 
     model: "stage", by the stage's functions; "gpt", the same model in a loop that holds
-    its logits; "llama" and "llama-tied", in such a loop; others: flags of the tool.
+    its logits; "llama" and "llama-tied", in such a loop; others: the tool's options,
+    "name" or "name=value".
     With tensor parallelism, the stage is the one that has it, and a Llama has as many
     keys and values as that needs, but not less than two.
     """
@@ -161,6 +173,33 @@ def split_llama(model, mesh):
             distribute_module(each, mesh)
 
 
+def options_of(case):
+    """Return the tool's options of a case, {name: value}."""
+    words = [each.partition("=") for each in case.others]
+    found = {name: value or True for name, _, value in words}
+    if "loss_chunk" in found:
+        found["loss_chunk"] = int(found["loss_chunk"])
+    return found
+
+
+def compute_in_chunks(model, tokens, size):
+    """Let the head of a Llama return losses, computed for some tokens at a time."""
+    head = model.get_output_embeddings()
+
+    def loss_of(hidden, targets):
+        logits = nn.functional.linear(hidden, head.weight)
+        return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    def losses(hidden):
+        pairs = zip(
+            hidden.flatten(0, 1).split(size), tokens.flatten().split(size), strict=True
+        )
+        done = [checkpoint(loss_of, *each, use_reentrant=False) for each in pairs]
+        return torch.stack(done)
+
+    head.forward = losses  # within FSDP's hooks, which gather the weight
+
+
 def prepare(case, module, args, bf16):
     """Return the model of a case, and what to call: the same, or a wrapper of DDP."""
     grid = case.processes // case.tensor_parallel, case.tensor_parallel
@@ -168,13 +207,17 @@ def prepare(case, module, args, bf16):
     if case.model.startswith("llama"):
         sizes = case.vocabulary, max(2, case.tensor_parallel)
         config = llama(case.model == "llama-tied", *sizes)
-        model = AutoModelForCausalLM.from_config(config)
+        dtype = torch.bfloat16 if case.precision == "bf16-weights" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if "train" in options_of(case):
+            targets = [f"{name}_proj" for name in memory.TARGETS["all"]]
+            lora.add_lora(model, targets, 8, torch.float32)
         if case.tensor_parallel > 1:
             split_llama(model, mesh["tp"])
         if "activation_checkpointing" in case.others:
             model.gradient_checkpointing_enable()
-        fsdp = load_program(ROOT / "your_own_script/hugging_face/fsdp.py")
-        fsdp.shard_model(model, mesh["dp"], bf16)
+        if case.groups != "none":
+            sharded.shard_model(model, mesh["dp"], bf16)
         return model.train(), model
     model = GPT(case.vocabulary, CONTEXT, WIDTH, DEPTH)
     if case.tensor_parallel > 1 and case.model != "stage":
@@ -200,7 +243,7 @@ def train(case):
     """
     torch.manual_seed(0)
     stage = STAGE if case.tensor_parallel == 1 else SPLIT
-    module, bf16 = load_stage(stage), case.precision == "bf16"
+    module, bf16 = load_stage(stage), case.precision != "float32"
     flags = ["--amp", "bf16" if bf16 else "off"]
     if case.tensor_parallel > 1:
         flags += ["--tensor-parallel", case.tensor_parallel]
@@ -211,16 +254,21 @@ def train(case):
         if isinstance(each, FSDPModule):
             each.set_custom_reduce_scatter(quiet)
     # foreach: the default on a GPU; on a CPU, AdamW updates one weight at a time
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-3, foreach=True)
     tokens = torch.randint(case.vocabulary, (case.tokens // CONTEXT, CONTEXT))
     scaler, meter = torch.amp.GradScaler("cpu", enabled=False), Meter("cpu")
-    kept, seen = [], {}
+    kept, seen, chunk = [], {}, options_of(case).get("loss_chunk")
+    if chunk:
+        compute_in_chunks(model, tokens, chunk)
 
     def forward():
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             outputs = wrapped(tokens)
             logits = getattr(outputs, "logits", outputs)
             del outputs
+            if chunk:
+                return None, logits.sum()
             return logits, nn.functional.cross_entropy(logits.mT, tokens)
 
     def step():
@@ -255,7 +303,7 @@ def train(case):
     optimizer.step()
     states = [one for each in optimizer.state.values() for one in each.values()]
     states = [each for each in states if each.dim()]
-    grads = [each.grad for each in model.parameters()]
+    grads = [each.grad for each in trained]
     for name, one in zip(STATES, (model.parameters(), grads, states), strict=True):
         seen[name] = demo.size(one)
     if "grad_accum" in case.others:
@@ -280,6 +328,7 @@ def train_all(_rank, _processes, cases):
 
 
 CHECKPOINTING, ACCUM = ("activation_checkpointing",), ("grad_accum",)
+LORA = ("train=lora",)
 TOKENS = (64, 2048, 4096)
 CASES = [
     *(Case("stage", "blocks", p, n) for p in ("float32", "bf16") for n in TOKENS),
@@ -291,6 +340,11 @@ CASES = [
     *(Case("llama", "ends", p, n) for p in ("float32", "bf16") for n in (64, 2048)),
     *(Case("llama-tied", "ends", p, 64) for p in ("float32", "bf16")),
     Case("llama", "ends", "bf16", 2048, CHECKPOINTING),
+    *(Case("llama", groups, "bf16-weights", 2048) for groups in ("ends", "none")),
+    *(Case("llama", "ends", p, 2048, ("loss_chunk=256",)) for p in ("float32", "bf16")),
+    Case("llama", "none", "bf16-weights", 2048, ("loss_chunk=256",)),
+    *(Case("llama", g, "bf16-weights", 2048, LORA) for g in ("ends", "none")),
+    Case("llama", "ends", "bf16", 2048, LORA),
 ]
 # In one group of two, and in two; and in one of four, where what is not divided counts:
 # a norm's gradients, and that of the whole embedding.
@@ -328,11 +382,11 @@ def lines_of(case):
     flags = GPT_FLAGS.split()
     shape = memory.parse_args(flags)[1]
     if case.model.startswith("llama"):
-        sizes = {"layers": DEPTH, "width": WIDTH, "heads": 4, "head_dim": WIDTH // 4}
-        sizes |= {"inner": 2 * WIDTH, "kv_heads": max(2, case.tensor_parallel)}
-        shape = memory.Shape(**sizes, tied=case.model == "llama-tied")
+        sizes = {"kv_heads": max(2, case.tensor_parallel)}
+        sizes["tied"] = case.model == "llama-tied"
+        shape = dataclasses.replace(LLAMA, **sizes)
     shape = dataclasses.replace(shape, vocabulary=case.vocabulary)
-    others = dict.fromkeys(case.others, True)
+    others = options_of(case)
     given = case.processes, case.tokens, case.precision, case.groups
     others["tensor_parallel"] = case.tensor_parallel
     found = memory.table(shape, *given, **others)
@@ -359,9 +413,13 @@ def test_the_sum_is_an_upper_bound(case, counted):
     # With accumulation, whole gradients are those that were added up.
     accum = "grad_accum" in case.others
     for name in STATES[:: 2 if accum else 1]:
-        assert seen[name] == lines[name][0]
+        kinds = [line for line in lines if line.startswith(name)]
+        if name == "weights" and "train" in options_of(case):
+            kinds = [line for line in lines if line.startswith(("frozen", "adapters"))]
+        assert seen[name] == sum(lines[line][0] for line in kinds)
     dp = case.processes // case.tensor_parallel
-    for name in GROUPS[:: 2 if accum else 1] if case.groups != "ddp" else ():
+    sharded = case.groups not in ("ddp", "none")
+    for name in GROUPS[:: 2 if accum else 1] if sharded else ():
         if name == "gathered weights" and dp == 1:
             continue  # there is nobody to gather from
         # the copy's line has the shard, too; a tied embedding has several gradients
@@ -408,6 +466,71 @@ def test_a_llama_on_an_h100():
     assert memory.MOMENTS[sums.index(max(sums))] == "optimizer"
 
 
+# ---- 8 bits, host memory, how many GPUs ----------------------------------------------
+def test_averages_in_8_bits():
+    """What torchao makes of them; a vector's stay in float32."""
+    model = AutoModelForCausalLM.from_config(llama())
+    optimizer = AdamW8bit(model.parameters())
+    seen = 0
+    for weight in model.parameters():
+        for signed in (True, False):
+            made = optimizer._new_buffer(weight, signed)
+            parts = getattr(made, "tensor_attrs", None)
+            parts = [getattr(made, name) for name in parts] if parts else [made]
+            seen += sum(each.nbytes for each in parts)
+    options = {"groups": "none", "gpus": 1, "optimizer": "adamw-8bit"}
+    shape = dataclasses.replace(LLAMA, tied=False)
+    (line,) = memory.table(shape, **options)["AdamW's averages, 8 bits"][:1]
+    assert seen <= line <= 1.01 * seen
+
+
+def test_weights_in_4_bits(tmp_path):
+    """Those that bitsandbytes makes, with their scales and tables."""
+    AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
+    model = lora.load_in_4bit(tmp_path, torch.bfloat16)
+    seen = sum(each.nbytes for each in model.parameters())
+    for weight in model.parameters():
+        if state := getattr(weight, "quant_state", None):
+            inner = state.state2
+            parts = (state.absmax, state.code, state.offset, inner.absmax, inner.code)
+            seen += sum(each.nbytes for each in parts)
+    (line,) = memory.table(LLAMA, 1, train="qlora")["frozen weights, 4 bits"][:1]
+    assert 0.999 * seen <= line <= 1.001 * seen
+
+
+def test_offload_moves_what_is_kept_to_the_host():
+    """What is counted above without it is on the two sides together."""
+    lines = memory.table(LLAMA, 2, 2048)
+    moved = memory.table(LLAMA, 2, 2048, offload=True)
+    args, _ = memory.parse_args(["--gpus=2", "--offload"])
+    host = memory.in_host_memory(LLAMA, memory.options_of(args))
+    assert not [name for name in moved if name.startswith(STATES)]
+    states = [max(lines[n]) for n in lines if n.startswith((*STATES, "square"))]
+    assert host == sum(states)
+    moved.pop("shards on their way")
+    assert moved == {name: lines[name] for name in moved}
+
+
+@pytest.mark.parametrize("flags", ["", "--train=lora", "--tensor-parallel=2"])
+def test_so_many_gpus_are_enough_and_one_less_is_not(flags):
+    words = ["--room=24", "--activation-checkpointing", "--loss-chunk=512"]
+    args, shape = memory.parse_args([*words, *flags.split()])
+    assert args.gpus == args.smallest > args.tensor_parallel
+    fewer = args.gpus - args.tensor_parallel
+    for gpus, fits in ((args.gpus, True), (fewer, False)):
+        options = memory.options_of(args) | {"gpus": gpus}
+        most = max(memory.together(memory.table(shape, **options)))
+        assert (most <= 0.95 * 24 * 2**30) == fits
+
+
+def test_where_more_gpus_do_not_help_it_says_so(monkeypatch, capsys):
+    """Without activation checkpointing, a GPU's own tokens fill it."""
+    monkeypatch.setattr("sys.argv", ["memory.py", "--room=24"])
+    memory.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "more GPUs of 24 GiB alone do not make it fit"
+
+
 # ---- the shapes ----------------------------------------------------------------------
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 CONFIGS = {
@@ -416,6 +539,11 @@ CONFIGS = {
     "llama with wide heads": LlamaConfig(**SIZES, head_dim=32),
     "mistral": MistralConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
+    "llama with biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "mistral without them": MistralConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "smollm3": SmolLM3Config(**SIZES, mlp_bias=True, pad_token_id=0),
+    "granite": GraniteConfig(**SIZES, attention_bias=True),
 }
 
 
@@ -463,9 +591,9 @@ def test_the_table_of_the_page():
         words = [] if flags == "none" else flags.strip("`").split()
         args, shape = memory.parse_args(words)
         for checkpointing, text in zip((False, True), shown, strict=True):
-            given = (args.gpus, args.tokens, args.precision, args.groups)
-            given += (checkpointing, args.grad_accum, args.tensor_parallel)
-            lines = memory.table(shape, *given)
+            options = memory.options_of(args)
+            options["activation_checkpointing"] = checkpointing
+            lines = memory.table(shape, **options)
             assert f"{max(memory.together(lines)) / 2**30:.1f}" == text
 
 
@@ -519,13 +647,22 @@ WRONG = {
         "--tensor-parallel goes with FSDP2, not with DDP",
     ),
     "no accumulation in DDP": ("--groups ddp --grad-accum", "--grad-accum is FSDP2's"),
+    "no offload in DDP": ("--groups ddp --offload", "--offload goes with FSDP2"),
+    "4 bits elsewhere": ("--train qlora --offload", "--offload does not go with"),
+    "one GPU and two": ("--groups none --gpus 2", "--groups none is for one GPU"),
+    "adapters of a GPT": (f"{GPT_SHAPE} --train lora", "--train lora is counted for"),
+    "parts of adapters": (
+        "--train lora --tensor-parallel 2",
+        "--tensor-parallel is not counted with lora",
+    ),
+    "no room": ("--room 0", "--room: '0' is not an integer, 1 or more"),
 }
 FILES = {
     "no config.json": (None, "No such file or directory"),
     "no JSON": ('{"model_type": ', "Expecting value"),
     "no object": ("[]", "cannot count a None"),
     "another architecture": ('{"model_type": "t5"}', "cannot count a 't5'; known are"),
-    "too little": ('{"model_type": "llama"}', "hidden_size is None, and should be"),
+    "too little": ('{"model_type": "llama"}', "config.json has no hidden_size"),
     "a wrong value": (
         json.dumps(llama().to_dict() | {"intermediate_size": "wide"}),
         "intermediate_size is 'wide', and should be an integer, 1 or more",

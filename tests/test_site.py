@@ -5,9 +5,11 @@ A browser opens the pages on which JavaScript computes or filters something.
 
 import dataclasses
 import importlib.util
+import inspect
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -153,8 +155,10 @@ def test_every_link_leads_somewhere_and_every_page_is_linked(site, texts):
 
 # ---- a book --------------------------------------------------------------------------
 def test_previous_and_next_lead_through_the_notebooks_in_order(texts):
-    order = [path.relative_to(ROOT).with_suffix(".html") for path in notebooks()]
-    order = ["README.html", *(path.as_posix() for path in order)]
+    """Beside the path, a notebook leads back to its stage, and on to the next."""
+    books = [path.relative_to(ROOT).with_suffix(".html") for path in notebooks()]
+    order = [each.as_posix() for each in books if each.stem == each.parent.name]
+    order = ["README.html", *order, "your_own_script/README.html"]
     following = {}
     for page, text in texts.items():
         for kind, link in re.findall(
@@ -162,14 +166,26 @@ def test_previous_and_next_lead_through_the_notebooks_in_order(texts):
         ):
             there = os.path.normpath(Path(page).parent / link)
             following[page, kind] = there
-    pairs = list(itertools.pairwise(order))
-    chinese = [page.replace(".html", f"{zh.CHINESE}.html") for page in order]
-    chinese = [page for page in chinese if page in texts]
-    assert len(chinese) >= 2
-    pairs += itertools.pairwise(chinese)
-    wanted = {(one, "right-next"): other for one, other in pairs}
-    wanted |= {(other, "left-prev"): one for one, other in pairs}
-    assert following == wanted
+    wanted = {(one, "right-next"): two for one, two in itertools.pairwise(order)}
+    back = {(two, "left-prev"): one for one, two in itertools.pairwise(order[:-1])}
+    wanted |= back
+    for book in books:
+        main = f"{book.parent}/{book.parent}.html"
+        if book.as_posix() != main:
+            wanted[book.as_posix(), "left-prev"] = main
+            wanted[book.as_posix(), "right-next"] = wanted[main, "right-next"]
+    chinese = {
+        (page.replace(".html", f"{zh.CHINESE}.html"), kind): there
+        for (page, kind), there in wanted.items()
+    }
+    for (page, kind), there in chinese.items():
+        if page in texts:
+            other = there.replace(".html", f"{zh.CHINESE}.html")
+            wanted[page, kind] = other if other in texts else there
+    assert wanted.items() <= following.items()
+    pages = [n.replace(".md", ".html") for n in known_files() if n.endswith(".md")]
+    dead_ends = [n for n in pages if n in texts and (n, "right-next") not in following]
+    assert dead_ends == []
 
 
 def test_the_sidebar_has_captions_in_order(texts):
@@ -275,88 +291,146 @@ def test_the_difference_between_two_stages_is_that_of_diff(visit):
 PARAMETERS = {
     "Llama-3-8B": 8_030_261_248,
     "Llama-3-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
     "Mistral-7B": 7_241_732_096,
+    "Qwen3-8B": 8_190_735_360,
     "Qwen2-7B": 7_615_616_512,
+    "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-0.5B": 494_032_768,
     "GPT-2": 124_439_808,
 }
-OTHER = "model=another+shape&layers=3&width=96&heads=4&inner=200&vocabulary=1000"
+OTHER = f"model={quote('another shape, or a config.json')}&layers=3&width=96&heads=4"
+OTHER += "&inner=200&vocabulary=1000"
 SHAPES = [
     *(f"model={quote(name)}" for name in PARAMETERS),
-    f"{OTHER}&kv_heads=2&positions=0&qkv_bias=true&block=llama",
+    f"{OTHER}&kv_heads=2&positions=0&qkv_bias=true&output_bias=true&mlp_bias=true",
     f"{OTHER}&kv_heads=4&positions=64&tied=true&block=gpt",
 ]
 GPUS = ((1, 1, 480), (8, 1, 8192), (3, 1, 1), (4, 2, 480), (8, 4, 9), (3, 2, 1))
-OPTIONS = [
-    f"gpus={gpus}&tensor_parallel={split}&tokens={tokens}&precision={precision}"
-    f"&groups={groups}&activation_checkpointing={recompute}&grad_accum={accumulate}"
-    for gpus, split, tokens in GPUS
-    for precision in ("bf16", "float32")
-    for groups in memory.GROUPS
-    for recompute in ("false", "true")
-    for accumulate in ("false", "true")
-    if groups != "ddp" or accumulate == "false"
-]
-CALCULATED = """(hash) => {
+CHOICES = {
+    "precision": memory.PRECISIONS,
+    "groups": memory.GROUPS,
+    "activation_checkpointing": ("false", "true"),
+    "grad_accum": ("false", "true"),
+    "train": ("all", "lora", "qlora"),
+    "optimizer": ("adamw", "adamw-8bit"),
+    "offload": ("false", "true"),
+    "loss_chunk": ("0", "256"),
+    "targets": tuple(memory.TARGETS),
+}
+CALCULATED = """(hashes) => hashes.map((hash) => {
   location.hash = hash;
   fromAddress();
   const all = settings();
+  const wrong = misfit(all);
+  if (wrong[0]) return [all, count(divided(all, 1)).parameters, {}, wrong, 0, null];
   const { parameters, lines } = table(all, all);
-  return [all, parameters, lines, misfit(all)];
-}"""
+  const [host, gpus] = [inHostMemory(all, all), smallest(all, 79, all)];
+  return [all, parameters, lines, wrong, host, gpus];
+})"""
+
+
+def options(seed):
+    """Return settings of all choices for each number of GPUs, each value often."""
+    drawn = random.Random(seed)
+    for gpus, by, tokens in GPUS:
+        for _ in range(40):
+            words = [
+                f"{name}={drawn.choice(values)}" for name, values in CHOICES.items()
+            ]
+            sizes = f"gpus={gpus}&tensor_parallel={by}&tokens={tokens}"
+            yield "&".join([sizes, *words])
 
 
 def test_the_calculator_has_the_numbers_of_memory_py(visit):
     page = visit(CALCULATOR)
     compared = refused = 0
-    for shape, options in itertools.product(SHAPES, OPTIONS):
-        given, parameters, lines, wrong = page.evaluate(
-            CALCULATED, f"{shape}&{options}"
-        )
-        names = [field.name for field in dataclasses.fields(memory.Shape)]
-        sizes = {name: given[name] for name in names if name != "head_dim"}
-        counted = memory.Shape(**sizes, head_dim=given["width"] // given["heads"])
-        assert parameters == counted.parameters
-        assert parameters == PARAMETERS.get(given["model"], parameters)
-        flags = ("gpus", "tokens", "precision", "groups", "activation_checkpointing")
-        flags = (*flags, "grad_accum", "tensor_parallel")
-        flags = {name: given[name] for name in flags}
-        fits = [flags[name] for name in ("gpus", "groups", "tensor_parallel")]
-        assert wrong == memory.misfit(counted, *fits)
-        refused += bool(wrong)
-        if wrong:
-            continue
-        assert lines == memory.table(counted, **flags), (shape, options)
-        compared += len(lines)
-    assert compared > 9000 and refused > 300
+    names = [field.name for field in dataclasses.fields(memory.Shape)]
+    wanted = list(inspect.signature(memory.table).parameters)[1:]
+    for seed, shape in enumerate(SHAPES):
+        hashes = [f"{shape}&{each}" for each in options(seed)]
+        for given, parameters, lines, wrong, host, gpus in page.evaluate(
+            CALCULATED, hashes
+        ):
+            sizes = {name: given[name] for name in names}
+            sizes["head_dim"] = sizes["head_dim"] or given["width"] // given["heads"]
+            counted = memory.Shape(**sizes)
+            assert parameters == counted.parameters
+            assert parameters == PARAMETERS.get(given["model"], parameters)
+            flags = {name: given[name] for name in wanted}
+            assert wrong == [*memory.misfit(counted, flags)]
+            refused += bool(wrong[0])
+            if wrong[0]:
+                continue
+            assert lines == memory.table(counted, **flags), (shape, flags)
+            assert host == memory.in_host_memory(counted, flags)
+            assert gpus == memory.smallest(counted, 79, flags)
+            compared += len(lines)
+    assert compared > 5000 and refused > 300
+
+
+CONFIGS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 32, "num_key_value_heads": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "t5": {},
+    "granite": {"hidden_size": None},
+    "smollm3": {"vocab_size": 0},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_pasted_config_is_read_as_memory_py_does(kind, visit, tmp_path):
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config |= {"intermediate_size": 96, "vocab_size": 512, "num_key_value_heads": 2}
+    config |= {"model_type": kind} | CONFIGS[kind]
+    text = json.dumps(
+        {name: value for name, value in config.items() if value is not None}
+    )
+    (tmp_path / "config.json").write_text(text)
+    page = visit(CALCULATOR)
+    page.locator("[name=model]").select_option("another shape, or a config.json")
+    page.locator("textarea").fill(text)
+    shown = page.locator(".calculated").inner_text()
+    try:
+        shape = memory.from_config(tmp_path)
+    except ValueError as error:
+        assert shown == f"config.json: {error}".replace("'t5'", "t5")
+    else:
+        assert f"{shape.parameters:,} parameters" in shown
 
 
 def test_the_calculator_says_what_fits(visit):
     page = visit(CALCULATOR)
     result, bars = page.locator(".calculated"), page.locator(".calculated .bar")
-    most = max(memory.together(memory.table(memory.Shape())))
-    assert f"At most {most / 2**30:.2f} GiB: does not fit" in result.inner_text()
+    options = {"activation_checkpointing": True}
+
+    def shown():
+        most = max(memory.together(memory.table(memory.Shape(), **options)))
+        return f"At most {most / 2**30:.2f} GiB"
+
+    assert f"{shown()}: fits in 79 GiB." in result.inner_text()
+    assert "It takes 3 GPUs of 79 GiB" in result.inner_text()
     assert bars.count() == len(memory.MOMENTS)
-    page.get_by_label("activation checkpointing").check()
-    assert "fits in 79 GiB." in result.inner_text()
-    assert "activation_checkpointing=true" in page.url
-    page.get_by_label("GPUs that share").fill("0")
-    assert result.inner_text().startswith("gpus: ")
-    assert not page.get_by_label("layers").is_visible()
-    page.locator("[name=model]").select_option("another shape")
-    page.get_by_label("GPUs that share").fill("8")
+    page.get_by_label("activation checkpointing").uncheck()
+    options["activation_checkpointing"] = False
+    assert f"{shown()}: does not fit" in result.inner_text()
+    assert page.url.endswith("#activation_checkpointing=false")
+    page.locator("[name=gpus]").fill("0")
+    assert result.inner_text() == "GPUs: should be an integer, 1 or more"
+    assert not page.locator("[name=layers]").is_visible()
+    page.locator("[name=gpus]").fill("8")
+    page.locator("[name=model]").select_option("another shape, or a config.json")
     page.locator("[name=heads]").fill("3")
     assert result.inner_text() == "heads must divide width"
-    page.locator("[name=model]").select_option("Llama-3-8B")
-    page.locator("[name=tensor_parallel]").fill("16")
-    wrong = memory.misfit(memory.Shape(), 8, "ends", 16)
-    assert result.inner_text() == f"tensor_parallel {wrong}"
-    page.locator("[name=tensor_parallel]").fill("2")
-    lines = memory.table(
-        memory.Shape(), activation_checkpointing=True, tensor_parallel=2
-    )
-    most = max(memory.together(lines)) / 2**30
-    assert f"At most {most:.2f} GiB: fits in 79 GiB." in result.inner_text()
+    page.goto(f"file://{SITE}/{CALCULATOR}#tensor_parallel=16")
+    assert "number of GPUs (8)" in result.inner_text()
+    page.goto(f"file://{SITE}/{CALCULATOR}#room=24")  # what is not named is reset
+    options["activation_checkpointing"] = True
+    assert f"{shown()}: does not fit in 24 GiB" in result.inner_text()
+    page.goto(f"file://{SITE}/{CALCULATOR}#model=Llama-9")
+    assert result.inner_text() == "model: there is no Llama-9"
 
 
 # ---- a training step -----------------------------------------------------------------
