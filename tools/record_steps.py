@@ -90,7 +90,9 @@ class Recorder(Collectives):
 
     def computed(self, module, _, output):
         self.depth -= 1
-        if module in self.names and output.requires_grad:
+        # one that computes nothing, such as the maxpool of small images, is no moment
+        computes = not isinstance(module, nn.Identity)
+        if module in self.names and computes and output.requires_grad:
             name = self.names[module]
             self.add("forward", name)
             output.register_hook(lambda _: self.add("backward", name))
