@@ -126,7 +126,8 @@ site: $(SITE_INSTALLED)
 	@$(PY) -c 'import matplotlib, myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
 	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r tools/site/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
-	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto \
+	@echo "building the site: two minutes on two idle CPU cores"
+	@$(PY) -m sphinx --fail-on-warning --keep-going --jobs auto \
 	  -c tools/site . docs/_build/html
 	@echo "open docs/_build/html/index.html"
 

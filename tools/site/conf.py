@@ -10,6 +10,8 @@ import ast
 import base64
 import functools
 import hashlib
+import html
+import inspect
 import json
 import os
 import re
@@ -53,7 +55,6 @@ highlight_language = "text"  # of blocks that do not name one: commands, tables
 # The notebooks are shown with the outputs that they are stored with.
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_render_image_options = {"alt": "what the cell above draws"}
 nb_code_prompt_show = "Show the setup"  # see fold_setup
 nb_code_prompt_hide = "Hide the setup"
 
@@ -76,6 +77,7 @@ html_theme_options = {
     "use_download_button": False,
 }
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
+html_favicon = str(SITE / "_static/favicon.svg")
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
@@ -106,9 +108,10 @@ DATA = {
 }
 
 # ---- which pages there are, and their order ------------------------------------------
-# Previous and next lead through these.
 BOOK = [root_doc]
 BOOK += [str(path.relative_to(ROOT).with_suffix("")) for path in notebooks()]
+# The path: the main notebook of each stage. The other notebooks are read by need.
+PATH = [root_doc, *(f"{s.name}/{s.name}" for each in parts().values() for s in each)]
 START = ["docs/running", "docs/questions", "your_own_script/README"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
 NOT_SEARCHED = ("tests", "tools", "nbtools")
@@ -157,6 +160,59 @@ def below(main, env):
     texts = [page for page in texts if not page.endswith(zh.CHINESE)]
     is_text = [page for page in texts if env.doc2path(page).suffix == ".md"]
     return pages + [page for page in is_text if page != main]
+
+
+def reference(env):
+    """Return the pages that are not of the book, in the order of the sidebar."""
+    pages = [page for group in sidebar().values() for page in group]
+    pages = [p for p in pages if p not in BOOK and not p.endswith((zh.CHINESE, "__"))]
+    return [page for main in pages for page in (main, *below(main, env))]
+
+
+def neighbors(page, env):
+    """Return the pages before and after one, or None.
+
+    The path leads from stage to stage, and ends with the reader's own script. From a
+    page beside it one comes back to its stage, or to the next. The pages of reference
+    lead to each other, and at the end to the front page.
+    """
+    name, order = page.removesuffix(zh.CHINESE), [*PATH, "your_own_script/README"]
+    if name in BOOK and name not in PATH:
+        main = f"{name.partition('/')[0]}/{name.partition('/')[0]}"
+        found = [main, order[order.index(main) + 1]]
+    elif name in PATH or name in (order := [*reference(env), root_doc]):
+        place = order.index(name)
+        found = [order[place - 1] if place else None, order[place + 1]]
+    else:
+        return None, None
+    if page != name:  # in Chinese, if there is such a page
+        chinese = [f"{each}{zh.CHINESE}" for each in found]
+        pairs = zip(chinese, found, strict=True)
+        found = [one if one in env.found_docs else other for one, other in pairs]
+    return found
+
+
+def beside(app, page):
+    """Return what tells the path from what is beside it, for the end of a page."""
+    name = page.removesuffix(zh.CHINESE)
+    end = page.removeprefix(name)  # of a page in Chinese
+    if name not in BOOK or name == root_doc:
+        return ""
+    if name not in PATH:
+        text = "This page is beside the path, for those who need it."
+        text = "本页不在主线上，需要时再读。" if end else text
+        return f'<p class="beside">{text}</p>'
+    folder = name.partition("/")[0]
+    others = [f"{p}{end}" for p in BOOK if p.startswith(f"{folder}/") and p != name]
+    links = []
+    for other in [each for each in others if each in app.env.found_docs]:
+        title = app.builder.render_partial(app.env.titles[other])["title"]
+        uri = app.builder.get_relative_uri(page, other)
+        links.append(f'<a href="{uri}">{title}</a>')
+    if not links:
+        return ""
+    text = "主线之外，需要时再读：" if end else "Beside the path, by need: "
+    return f'<p class="beside">{text}{" · ".join(links)}</p>'
 
 
 # ---- pages of scripts ----------------------------------------------------------------
@@ -234,6 +290,14 @@ def prepare(app, page, source):
         source[0] = f"# {path.parent}\n"
     elif path.suffix in LANGUAGES:
         source[0] = script_page(path, source[0], env)
+    # On the site, what a page says to readers on GitHub is not true.
+    if path.suffix == ".md":
+        source[0] = re.sub(
+            r"^On GitHub, this page has no .*?\n\n",
+            "",
+            source[0],
+            flags=re.DOTALL | re.MULTILINE,
+        )
     more = ""
     if page == root_doc:
         for caption, pages in sidebar().items():
@@ -266,6 +330,11 @@ def link_folders(app, doctree):
                 link.replace_self(link.children)
 
 
+def ancestors(node):
+    """Return the nodes that a node is in, the innermost first."""
+    return [node.parent, *ancestors(node.parent)] if node.parent else []
+
+
 def lay_out(app, doctree):
     """Mark outputs that begin with a command, and tables of prose.
 
@@ -280,6 +349,14 @@ def lay_out(app, doctree):
     for block in doctree.findall(nodes.literal_block):
         if "output" in block["classes"] and block.astext().startswith("$ "):
             block["classes"].append("typed")
+    for image in doctree.findall(nodes.image):
+        if not image.get("alt"):  # of a notebook's cell; see with_pictures
+            section = next(
+                each for each in ancestors(image) if each.tagname == "section"
+            )
+            title = section.next_node(nodes.title).astext()
+            kind = "图" if page.endswith(zh.CHINESE) else "Figure"
+            image["alt"] = f"{kind}: {title}"
     for table in doctree.findall(nodes.table):
         names, *rows = [
             [entry.astext() for entry in row.findall(nodes.entry)]
@@ -301,42 +378,66 @@ def lay_out(app, doctree):
                     entry[0].insert(0, label)
 
 
-def with_narrow_pictures(app, page, body):
-    """Return a notebook's page with other pictures for a phone, which it draws."""
+def with_pictures(app, page, body):
+    """Return a notebook's page whose pictures say what they show.
+
+    And with other pictures for a phone, which it draws.
+    """
     book = json.loads(text_of(app.env.doc2path(page)))
     outputs = [one for cell in book["cells"] for one in cell.get("outputs", [])]
-    for output in filter(picture.has_narrow, outputs):
+    for output in filter(picture.drawn_by, outputs):
         # the name that myst-nb gives to the stored one
         stored = base64.b64decode(output["data"]["image/png"])
         name = hashlib.sha256(stored).hexdigest()
         image = re.search(rf'<img [^>]*src="([^"]*){name}\.png"[^>]*>', body)
-        chinese = "translates" in output["metadata"]
-        if chinese and not drawing.chinese_font():
-            continue
-        narrow = picture.png(output, chinese=chinese, narrow=True)
-        file = Path(app.outdir, "_images", f"{name}-narrow.png")
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(base64.b64decode(narrow))
-        source = f'<source media="(max-width: 600px)" srcset="{image[1]}{file.name}">'
-        body = body.replace(image[0], f"<picture>{source}{image[0]}</picture>")
+        tag, chinese = image[0], "translates" in output["metadata"]
+        if not chinese:
+            draw, _ = picture.drawn_by(output)
+            says = inspect.getdoc(draw).partition("\n")[0]
+            says = says.removeprefix("Draw ").rstrip(".")
+            says = html.escape(says[:1].upper() + says[1:])
+            tag = re.sub(' alt="[^"]*"', lambda _, says=says: f' alt="{says}"', tag)
+        if picture.has_narrow(output) and (drawing.chinese_font() or not chinese):
+            narrow = picture.png(output, chinese=chinese, narrow=True)
+            file = Path(app.outdir, "_images", f"{name}-narrow.png")
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(base64.b64decode(narrow))
+            address = f"{image[1]}{file.name}"
+            source = f'<source media="(max-width: 600px)" srcset="{address}">'
+            tag = f"<picture>{source}{tag}</picture>"
+        body = body.replace(image[0], tag)
     return body
 
 
-def complete(app, page, _template, context, _doctree):
-    """Give a page its neighbors in the book, its script and its data."""
-    book = CHINESE_BOOK if page in CHINESE_BOOK else BOOK
-    for key, step in (("prev", -1), ("next", 1)):
-        place = book.index(page) + step if page in book else -1
+def describe(doctree, title):
+    """Return the tags by which a search engine or a chat shows a page."""
+    first = doctree.next_node(nodes.paragraph) if doctree else None
+    text = html.escape(" ".join(first.astext().split())[:200]) if first else project
+    names = {'name="description"': text, 'property="og:description"': text}
+    names['property="og:title"'] = html.escape(re.sub("<[^>]*>", "", title))
+    return "".join(f'<meta {name} content="{each}">' for name, each in names.items())
+
+
+def complete(app, page, _template, context, doctree):
+    """Give a page its neighbors, what describes it, its script and its data."""
+    tags = describe(doctree, context.get("title", project))
+    context["metatags"] = context.get("metatags", "") + tags
+    for key, other in zip(("prev", "next"), neighbors(page, app.env), strict=True):
         context[key] = None
-        if 0 <= place < len(book):
-            title = app.builder.render_partial(app.env.titles[book[place]])["title"]
-            link = app.builder.get_relative_uri(page, book[place])
+        if other:
+            title = app.builder.render_partial(app.env.titles[other])["title"]
+            link = app.builder.get_relative_uri(page, other)
             context[key] = {"link": link, "title": title}
     folder, _, name = page.removesuffix(zh.CHINESE).partition("/")
     if folder == "docs" and (SITE / f"_static/{name}.js").is_file():
         app.add_js_file(f"{name}.js", loading_method="defer")
+        context["body"] += (
+            "<noscript>The rest of this page needs JavaScript.</noscript>"
+        )
     if app.env.doc2path(page).suffix == ".ipynb":
-        context["body"] = with_narrow_pictures(app, page, context["body"])
+        context["body"] = with_pictures(app, page, context["body"])
+    if "body" in context:  # which the page of the search has not
+        context["body"] += beside(app, page)
     if page in DATA:
         text = json.dumps(DATA[page]()).replace("<", r"\u003c")
         context["body"] += f'<script type="application/json" id="data">{text}</script>'

@@ -17,3 +17,16 @@ document.addEventListener("DOMContentLoaded", () => {
     image.addEventListener("keydown", (event) => event.key === "Enter" && enlarge());
   }
 });
+
+// A table that is wider than its place says that it scrolls.
+addEventListener("load", () => {
+  const says = document.documentElement.lang === "zh-CN" ? "左右滑动查看整张表" : "scrolls sideways";
+  const mark = new ResizeObserver((entries) => {
+    for (const { target } of entries)
+      target.classList.toggle("scrolls", target.scrollWidth > target.clientWidth + 1);
+  });
+  for (const place of document.querySelectorAll(".pst-scrollable-table-container")) {
+    place.dataset.scrolls = says;
+    mark.observe(place);
+  }
+});
