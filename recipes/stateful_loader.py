@@ -3,8 +3,10 @@
 Give the data set `state_dict` and `load_state_dict`, and use torchdata's DataLoader
 (`pip install torchdata`). The loader's state has that of the data set in each worker,
 as of the last batch that you got: what the workers have read ahead does not count. Each
-rank saves its own. At an epoch's end, take the state after the loop: after the last
-batch, in the loop, it is of an epoch with nothing left, and resumes with no batch. The
+rank saves its own. A state that was taken in the loop after the last batch is of an
+epoch with nothing left: it resumes with no batch, and nothing says so. So save the
+number of the epoch with it, as `position` does, and that is right: 0 batches are the
+rest of that epoch. Counted as the next epoch, they are an epoch without a step. The
 numbers of ranks and workers must stay as they are. For another number of ranks, save
 how many samples all have taken, and begin the stream there: that is exact if the ranks
 take turns (without workers, which read in batches). resume_stream.py does without
@@ -14,8 +16,9 @@ augmentations draw from.
 $ torchrun --standalone --nproc-per-node=2 recipes/stateful_loader.py
 0 workers, resumed after 3 batches: the uninterrupted run's batches: True
 2 workers, resumed after 3 batches: the uninterrupted run's batches: True
-state taken after an epoch's loop: a whole epoch follows: True
-state taken in the loop, after the last batch: a whole epoch follows: False
+state taken in the loop, after an epoch's last batch: the other epochs follow: True
+the same, and counted as the next epoch: the other epochs follow: False
+state taken after the loop: the other epochs follow: True
 one rank more, each loads the state of another rank: every sample once: False
 one rank more, begun at the number of samples taken: every sample once: True
 """
@@ -55,8 +58,22 @@ class Stream(IterableDataset):
         self.taken = state["taken"]
 
 
+def position(batches, epoch, ended=False):
+    """Return what a checkpoint needs. ended: the loop over the epoch has ended."""
+    return {"epoch": epoch + ended, "loader": batches.state_dict()}
+
+
+def epochs_from(batches, epochs, saved=None):
+    """Yield the number of each epoch that is left, from the position that was saved."""
+    first = 0
+    if saved:
+        first = saved["epoch"]
+        batches.load_state_dict(saved["loader"])
+    yield from range(first, epochs)
+
+
 # ---- the proof -----------------------------------------------------------------------
-SAMPLES, LOCAL_BATCH, STOP = 120, 4, 3
+SAMPLES, LOCAL_BATCH, STOP, EPOCHS = 120, 4, 3, 3
 
 
 def loader(rank, world_size, workers=0, begin=0):
@@ -76,13 +93,18 @@ def stopped(rank, world_size, workers=0):
     return taken, batches.state_dict()
 
 
-def follow(taken_after_the_loop, rank, world_size):
-    """Return what a loader yields that is resumed at the end of an epoch."""
-    batches, resumed = (loader(rank, world_size) for _ in range(2))
+def at_an_epochs_end(rank, world_size):
+    """Return the position in the loop after the first epoch's last batch, and after."""
+    batches = loader(rank, world_size)
     for _ in batches:
-        state = batches.state_dict()
-    resumed.load_state_dict(batches.state_dict() if taken_after_the_loop else state)
-    return numbers(resumed)
+        in_the_loop = position(batches, epoch=0)
+    return in_the_loop, position(batches, epoch=0, ended=True)
+
+
+def follow(saved, rank, world_size):
+    """Return {epoch: what a rank reads in it} of a resumed run."""
+    batches = loader(rank, world_size)
+    return {e: numbers(batches) for e in epochs_from(batches, EPOCHS, saved)}
 
 
 def main():
@@ -106,13 +128,17 @@ def main():
             f"{workers} workers, resumed after {STOP} batches: the uninterrupted run's"
         )
         says[f"{what} batches"] = bool(equal.item())
-    for after, when in (
-        (True, "after an epoch's loop"),
-        (False, "in the loop, after the last batch"),
+    in_the_loop, after_it = at_an_epochs_end(rank, world_size)
+    whole = numbers(loader(rank, world_size))
+    for when, saved in (
+        ("state taken in the loop, after an epoch's last batch", in_the_loop),
+        ("the same, and counted as the next epoch", in_the_loop | {"epoch": 1}),
+        ("state taken after the loop", after_it),
     ):
-        whole = numbers(loader(rank, world_size))
-        what = f"state taken {when}: a whole epoch follows"
-        says[what] = follow(after, rank, world_size) == whole
+        taken = follow(saved, rank, world_size)
+        nothing_left = not taken.pop(0, [])  # of the first epoch
+        others = taken == dict.fromkeys(range(1, EPOCHS), whole)
+        says[f"{when}: the other epochs follow"] = nothing_left and others
     # The ranks of the run that stopped, and one more: here all on each rank.
     states = [stopped(each, world_size) for each in range(world_size)]
     before = [number for taken, _ in states for number in taken]
@@ -127,7 +153,7 @@ def main():
     every = sorted(before + [n for one in loaders for n in numbers(one)])
     what = "one rank more, begun at the number of samples taken: every sample once"
     says[what] = every == [*range(SAMPLES)]
-    assert [*says.values()] == [True, True, True, False, False, True], says
+    assert [*says.values()] == [True, True, True, False, True, False, True], says
     if rank == 0:
         for what, value in says.items():
             print(f"{what}: {value}")
