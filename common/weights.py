@@ -63,13 +63,25 @@ def load(path, map_location="cpu"):
         refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
         if refused:
             raise ValueError(
-                f"{path} holds a {refused[1]}, and loading that could run code; save"
-                " only the state_dict() of the model"
+                f"{path} holds more than weights ({refused[1]}), and loading that could"
+                " run code; save only the state_dict() of the model"
+            ) from error
+        if is_pointer(path):
+            raise ValueError(
+                f"{path} is a pointer of Git LFS; `git lfs pull` downloads the weights"
             ) from error
         raise ValueError(
             f"{path} is missing, truncated or not a file of weights"
         ) from error
     raise ValueError(f"{path} is damaged: the checksum of {damaged} does not match")
+
+
+def is_pointer(path):
+    """Return whether Git LFS has left a line of text in the place of a file."""
+    if not Path(path).is_file():
+        return False
+    with Path(path).open("rb") as file:
+        return file.read(20) == b"version https://git-"
 
 
 def misfit(weights):
@@ -79,8 +91,9 @@ def misfit(weights):
         return "was saved from a wrapped model: its names begin with 'module.'"
     if any("_orig_mod." in name for name in names):
         return "was saved from a compiled model: its names contain '_orig_mod.'"
-    for name in {"model", "state_dict", "model_state_dict"}.intersection(names):
-        return f"holds more than weights: they are its entry {name!r}; save that alone"
+    for name, entry in weights.items() if names else ():
+        if isinstance(entry, dict) and any(map(torch.is_tensor, entry.values())):
+            return f"holds more than weights: its entry {name!r} may be them; save that"
     return "holds another model's weights; use the flags with which they were trained"
 
 

@@ -631,7 +631,8 @@ def test_loading_runs_no_code_from_the_file(tmp_path, monkeypatch):
     torch.save(Spy(), "zip.pt")
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Spy(), protocol=2))
     for name in ("zip.pt", "pickle.pt", "none.pt"):
-        with pytest.raises(ValueError, match=f"^{name} (is missing|holds a \\S+mkdir)"):
+        said = rf"^{name} (is missing|holds more than weights \(\S+mkdir)"
+        with pytest.raises(ValueError, match=said):
             weights.load(name)
     assert not (tmp_path / "was-run").exists()
 
@@ -643,8 +644,15 @@ def test_a_file_that_holds_an_object_names_its_class(tmp_path):
         (nn.Linear(3, 2), "torch.nn.modules.linear.Linear"),
     ):
         torch.save(what, path)
-        with pytest.raises(ValueError, match=f"last.pt holds a {named}, and loading"):
+        with pytest.raises(ValueError, match=rf"last.pt .* weights \({named}\), and"):
             weights.load(path)
+
+
+def test_a_pointer_of_git_lfs_is_a_value_error(tmp_path):
+    path = tmp_path / "last.pt"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
+    with pytest.raises(ValueError, match="last.pt is a pointer of Git LFS; `git lfs"):
+        weights.load(path)
 
 
 def test_a_damaged_file_is_a_value_error(tmp_path):
@@ -677,7 +685,11 @@ def test_weights_of_another_model_are_a_value_error(tmp_path):
         ({"module.weight": torch.zeros(2, 3)}, "names begin with 'module.'"),
         ({"_orig_mod.weight": torch.zeros(2, 3)}, "names contain '_orig_mod.'"),
         ({"0._orig_mod.weight": torch.zeros(2, 3)}, "names contain '_orig_mod.'"),
-        ({"model": model.state_dict(), "step": 3}, "they are its entry 'model'; save"),
+        ({"step": 3, "model": model.state_dict()}, "its entry 'model' may be them"),
+        (
+            {"optimizer": {"state": {}}, "ema": model.state_dict()},
+            "its entry 'ema' may",
+        ),
         ([1, 2], "holds another model's weights"),
     ):
         weights.save(state, path)
