@@ -7,9 +7,11 @@ and does is tested once a week: --release runs it.
 """
 
 import argparse
+import json
 import os
 import pickle
 import re
+import sys
 
 import nbformat
 import numpy as np
@@ -19,9 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from PIL import Image
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
 from nbtools import harness
@@ -355,10 +360,165 @@ def test_a_parameter_group_without_parameters(tmp_path):
         two_steps(model, optimizer)
 
 
-def reduce_metrics(rank, folder):
-    """Average a dict of metrics, as a script does that forgets what the other has."""
+@pytest.mark.release
+@pytest.mark.usefixtures("group")
+def test_a_scheduler_takes_the_decayed_rate_after_dcp_load(tmp_path):
+    def make():
+        layer = nn.Linear(4, 4)
+        return layer, torch.optim.AdamW(layer.parameters(), lr=0.1)
+
+    def load(layer, optimizer):
+        state = get_optimizer_state_dict(layer, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(layer, optimizer, state)
+        return optimizer
+
+    layer, optimizer = make()
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    dcp.save(get_optimizer_state_dict(layer, optimizer), checkpoint_id=tmp_path)
+
+    resumed = load(*make())
+    assert "initial_lr" not in resumed.param_groups[0]
+    ((see, *_),) = [row for row in rows() if "initial_lr" in row[0]]
+    with pytest.raises(KeyError, match=re.escape(see.strip("`"))):
+        CosineAnnealingLR(resumed, 10, last_epoch=2)
+    (base,) = CosineAnnealingLR(resumed, 10).base_lrs
+    assert f"{base:.3f}" == "0.079"
+
+    layer, optimizer = make()
+    again = CosineAnnealingLR(optimizer, 10)
+    load(layer, optimizer)
+    again.load_state_dict(scheduler.state_dict())
+    for each in (scheduler, again):
+        each.optimizer.step()
+        each.step()
+    assert again.base_lrs == [0.1]
+    assert again.get_last_lr() == scheduler.get_last_lr()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard_first", [False, True])
+def test_to_empty_unties_weights_unless_they_are_sharded(shard_first):
+    with torch.device("meta"):
+        model = Tied()
+    assert len(list(model.parameters())) == 3
+    if shard_first:
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    model.to_empty(device="cpu")
+    assert len(list(model.parameters())) == (3 if shard_first else 4)
+    assert (model.head.weight is model.embedding.weight) == shard_first
+
+
+def join_group(rank, folder):
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+def norms_of_meshes(rank, folder):
+    """Compare the ranks' norms of the gradient, for a mesh, a dimension of it, none."""
+    join_group(rank, folder)
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for used, equal in ((mesh, True), (mesh["shard"], False), (None, True)):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        fully_shard(layer, mesh=used)
+        layer(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+        norm = nn.utils.get_total_norm([w.grad for w in layer.parameters()])
+        norms = [None, None]
+        dist.all_gather_object(norms, norm.full_tensor().item())
+        assert (abs(norms[0] - norms[1]) < 1e-4) == equal, (used, norms)
+    dist.destroy_process_group()
+
+
+@pytest.mark.release
+def test_a_mesh_dimension_of_one_rank_averages_nothing(tmp_path):
+    harness.call_in_forks(norms_of_meshes, [(0, tmp_path), (1, tmp_path)])
+
+
+@pytest.mark.release
+def test_a_set_has_a_different_order_in_each_process():
+    code = "print(list({f'class {n}' for n in range(20)}), hash('a'))"
+    programs = (code, code.replace("list(", "sorted(").replace(", hash('a')", ""))
+    for program, count in zip(programs, (3, 1), strict=True):
+        printed = {
+            harness.run(
+                [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}
+            ).stdout
+            for seed in "123"
+        }
+        assert len(printed) == count
+
+
+def skip_a_batch(rank, folder):
+    """Train on six batches, of which rank 1 skips the third for itself."""
+    join_group(rank, folder)
+    layer = nn.Linear(6, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    wrapped = nn.parallel.DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1)
+    try:
+        for number, batch in enumerate(torch.eye(6)):
+            if rank == 1 and number == 2:
+                continue
+            (-wrapped(batch)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        assert rank == 0 and number == 5
+        assert re.search("Connection (closed|reset) by peer", str(error))
+    else:
+        assert rank == 1
+    # Each batch adds a half for each rank that has trained on it.
+    assert layer.weight.tolist() == [[1, 1, 0.5, 1, 1, 0.5]]
+    os._exit(0)  # the group is broken
+
+
+@pytest.mark.release
+def test_a_batch_that_one_rank_skips_is_averaged_with_another_one(tmp_path):
+    harness.call_in_forks(skip_a_batch, [(0, tmp_path), (1, tmp_path)])
+
+
+@pytest.mark.release
+def test_a_json_file_that_two_ranks_write():
+    ((see, *_),) = [row for row in rows() if "Extra data" in row[0]]
+    too_early, left_over = re.findall(r"`([^`]+)`", see)
+    longer, shorter = (json.dumps([{"box": [1] * n}] * 2) for n in (9, 3))
+    both = shorter + longer[len(shorter) :]
+    for text, said in ((longer[:20], too_early), (both, left_over)):
+        with pytest.raises(json.JSONDecodeError, match=said):
+            json.loads(text)
+
+
+@pytest.mark.release
+def test_a_function_that_is_compiled_for_every_shape():
+    program = (
+        "import torch\n"
+        "double = torch.compile(lambda x: x * 2, backend='eager', dynamic=False)\n"
+        "for size in range(2, 12): double(torch.ones(size))\n"
+    )
+    ((see, *_),) = [row for row in rows() if "recompile_limit" in row[0]]
+    (words,) = re.findall(r"`([^`]+)`", see)
+    for dynamic in (False, True):
+        code = program.replace("dynamic=False", f"dynamic={dynamic}")
+        done = harness.run([sys.executable, "-c", code])
+        assert (f"{words} (8)" in done.stderr) == (not dynamic)
+
+
+def reduce_metrics(rank, folder):
+    """Average a dict of metrics, as a script does that forgets what the other has."""
+    join_group(rank, folder)
     metrics = [{"mask": 10.0, "kpt": 100.0}, {"kpt": 200.0, "text": 5.0}][rank]
     means = {}
     for name, value in metrics.items():
