@@ -123,8 +123,11 @@ CHINESE_PAGES = [str(page) for page in CHINESE_PAGES if str(page) not in CHINESE
 
 
 def sidebar():
-    """Return {caption: its pages}. Below each page are those of its folder."""
-    found = {"Start": START, "中文": CHINESE_BOOK + CHINESE_PAGES}
+    """Return {caption: its pages}. Below each page are those of its folder.
+
+    The Chinese pages come last: by that, site.css shows each language its own list.
+    """
+    found = {"Start": START}
     for part, stages in parts().items():
         numbers = f"{stages[0].number}–{stages[-1].number}"
         pages = [f"{stage.name}/{stage.name}" for stage in stages]
@@ -137,6 +140,7 @@ def sidebar():
     code = [f"{path.parent.name}/__init__" for path in ROOT.glob("*/__init__.py")]
     code = [page for page in sorted(code) if page != "benchmarks/__init__"]
     found["Code"] = ["CONTRIBUTING", *code]
+    found["中文"] = CHINESE_BOOK + CHINESE_PAGES
     return found
 
 

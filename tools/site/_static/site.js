@@ -30,3 +30,13 @@ addEventListener("load", () => {
     mark.observe(place);
   }
 });
+
+// The sidebar shows the current page, wherever the last page has left it.
+addEventListener("load", () => {
+  const sidebar = document.querySelector("#pst-primary-sidebar");
+  const here = sidebar?.querySelector("li.current > a[href='#']");
+  if (!here) return;
+  const [{ top, bottom }, inside] = [here, sidebar].map((e) => e.getBoundingClientRect());
+  if (top < inside.top || bottom > inside.bottom)
+    sidebar.scrollTop += top - inside.top - sidebar.clientHeight / 3;
+});
