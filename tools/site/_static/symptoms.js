@@ -34,7 +34,7 @@ const USUAL = new RegExp(
 const COMMON = new Set(
   ("a an and any are as at be but by can could do does error file for from get has have " +
     "how i if in is it its line me my no not of on or so some that the then there " +
-    "they this to use using was what when which why will with you your").split(" "),
+    "they this to use using vs was what when which why will with you your").split(" "),
 );
 
 // Names are split at dots; of Chinese, which has no spaces, each two characters count.
