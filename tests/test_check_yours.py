@@ -391,6 +391,18 @@ MISTAKES = {
         ],
         "failed; after 5 steps, rank 0 is in backward; rank 0 takes more steps",
     ),
+    "buffer_of_some_ranks": (
+        [
+            before(WRAP, "model.register_buffer('seen', torch.zeros(3))"),
+            before(
+                BACKWARD,
+                "if dist.get_rank() == 0:",
+                "    rest = {'tensor': torch.ones(7), 'persistent': False}",
+                "    model.module.register_buffer('cache', **rest)",
+            ),
+        ],
+        "failed; cache: a buffer that forward makes on some ranks; register_buffer in",
+    ),
     "batch_skipped": (
         [
             before(

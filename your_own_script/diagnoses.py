@@ -1119,6 +1119,20 @@ def group_is_empty(c, d):
 
 @explains(
     "stopped",
+    cause="{names}: a buffer that forward makes on some ranks only, and DDP sends "
+    "rank 0's buffers to all of them",
+    cure="register_buffer in __init__, on all ranks",
+    see="docs/symptoms.md, op.preamble.length",
+)
+def buffer_of_some_ranks(c, d):
+    """After the last step that all took, one rank's buffers have other names."""
+    last = [set(trace.steps[c.steps - 1].buffers or ()) for trace in c.ranks]
+    names = set.union(*last) - set.intersection(*last) if c.steps else ()
+    return names and {"names": name_them(sorted(names))}
+
+
+@explains(
+    "stopped",
     cause="rank {more} takes more steps than rank {fewer}: their shards have "
     "different sizes, or each decides for itself when to stop",
     cure="drop_last=True in the sampler and the loader; all-reduce what decides",
