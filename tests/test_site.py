@@ -197,6 +197,19 @@ def test_the_sidebar_has_captions_in_order(texts):
     assert found == ["Start", *ranges, "When it fails", "Reference", "Code", "中文"]
 
 
+def test_the_sidebar_has_one_language_and_shows_the_current_page(visit):
+    shown = "all => all.filter((e) => e.offsetParent).map((e) => e.textContent)"
+    for name in ("{0}/{0}".format(first_with("tensor_parallel")), "docs/symptoms"):
+        for language in ("", zh.CHINESE):
+            page = visit(f"{name}{language}.html")
+            captions = page.locator(".bd-links .caption-text").evaluate_all(shown)
+            assert ("中文" in captions) == bool(language)
+            assert len(captions) == 1 or not language
+            here = page.locator("#pst-primary-sidebar li.current > a[href='#']")
+            box = here.last.bounding_box()
+            assert box["y"] >= 0 and box["y"] + box["height"] <= 800
+
+
 def test_a_script_leads_back_to_the_page_that_explains_it(texts):
     scripts = [name for name in known_files() if name.endswith((".py", ".sbatch"))]
     pages = {name: texts.get(re.sub(r"\.\w+$", ".html", name)) for name in scripts}
@@ -526,6 +539,15 @@ def test_a_search_finds_first_what_explains_a_message(visit):
         assert not [f for f in found if re.match("(tests|tools|nbtools)/", f)], words
     page.goto(f"file://{SITE}/{SYMPTOMS}#find=ChildFailedError")
     assert 0 < page.locator("tbody tr:visible").count() < 10
+
+
+def test_a_search_that_finds_nothing_offers_the_filter_of_the_symptoms(visit):
+    page = visit("search.html?q=xyzzy+ChildFailedError")
+    page.wait_for_selector(".search-summary:has-text('did not match')")
+    page.get_by_text("Look for it in the symptoms").click()
+    page.wait_for_selector("form.filter")
+    assert page.url.endswith(f"{SYMPTOMS}#find=xyzzy%20ChildFailedError")
+    assert "ChildFailedError" in page.locator("tbody tr:visible").first.inner_text()
 
 
 # Words of one of the Chinese notebooks, alone and in a phrase, and with English.

@@ -106,7 +106,7 @@ function wordsAskedFor(line) {
 }
 
 // The lines of a log that can be messages: no code, and no places in files.
-function messages(text) {
+function linesOf(text) {
   const lines = text.split("\n").map((line) => line.replace(/^.*?\[rank\d+\]: ?/, ""));
   const left = lines.filter((line) => /^\S/.test(line));
   return lines.length > 1 && left.length ? left : [text];
@@ -119,7 +119,7 @@ function quotedIn(quote, text) {
   return occurs ? lower(parts.join("").trim().split(/\s+/)) : [];
 }
 function find(text) {
-  const asked = messages(text).map(wordsAskedFor);
+  const asked = linesOf(text).map(wordsAskedFor);
   const words = lower(asked.flat());
   const isLong = words.length > 12;
   const all = phrase(text);
