@@ -264,7 +264,7 @@ def filtered(request, chromium, tmp_path_factory):
     page = publish_string(
         text, parser=Parser(), writer="html5", settings_overrides=settings
     )
-    script = (ROOT / "docs/_static/symptoms.js").read_text()
+    script = (ROOT / "tools/site/_static/symptoms.js").read_text()
     page = page.replace("<main", '<main class="bd-article"')
     page = page.replace("</body>", f"<script>{script}</script></body>")
     if request.param:
