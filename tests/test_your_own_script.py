@@ -329,7 +329,7 @@ LINES = {
         "(loss_sum * dist.get_world_size() / tokens).backward()",
         "dist.all_reduce(most, dist.ReduceOp.MAX)",
         "get_model_state_dict(model, options=options)",
-        "model.save_pretrained(args.out, state_dict=weights)",
+        "save_pretrained(folder, state_dict=weights)",
         "set_state_dict(",
     ],
     "LORA": [

@@ -25,6 +25,7 @@ from sharded import load_latest
 from sharded import load_weights
 from sharded import make_model
 from sharded import save_checkpoint
+from sharded import save_model
 from sharded import shard_model
 
 IGNORED = -100  # the label of a position without a loss, also in transformers
@@ -255,7 +256,7 @@ def main():
     weights = gather_weights(model)  # on all ranks: each has a shard
     if dist.get_rank() == 0:
         print("generated:", text)
-        model.save_pretrained(args.out, state_dict=weights)
+        save_model(model, weights, args.out)
 
 
 if __name__ == "__main__":

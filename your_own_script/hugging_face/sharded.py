@@ -6,7 +6,6 @@ them. All ranks call these functions, with the same arguments. Folders are Paths
 
 import shutil
 import sys
-import warnings
 
 import torch
 from torch import distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
@@ -52,30 +52,29 @@ def make_model(folder, auto_class, dtype):
             f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name its "
             "class in load_model"
         )
+    for weight in model.parameters():  # transformers keeps some in float32, as the
+        weight.data = weight.data.to(dtype)  # routers' of a DeepSeek: FSDP needs one
     if (folder / "generation_config.json").exists():  # from_config does not read it
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
-def shard_model(model, mesh, bf16):
+def shard_model(model, mesh, bf16, lists=()):
     """Shard each block, the embedding and the head; the root takes what is left.
 
     bf16: whether to gather the weights in 16 bits, and average the gradients in 32.
-    Raises ModelError if there is no list of as many blocks as config.json has layers.
+    lists: of blocks, such as model.model.layers; by default the first one of as many
+    modules as config.json has layers. Raises ModelError if there is none.
     """
     options = {"mesh": mesh}
     if bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         options["mp_policy"] = policy
-    # The list of blocks, model.layers of a Llama or transformer.h of a GPT-2. A list of
-    # another length is of something else, such as a vision tower.
-    depth = model.config.get_text_config().num_hidden_layers
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    blocks = next((each for each in lists if len(each) == depth), None)
-    if blocks is None:
-        text = f"there is no list of {depth} blocks: name yours in shard_model"
-        raise ModelError(text)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    blocks = [block for each in lists or [find_blocks(model)] for block in each]
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # of a wav2vec2, which has neither
+        embedding, head = None, None
     ends = [each for each in (embedding, head) if hasattr(each, "weight")]
     warn_of_others(model, [*blocks, *ends])
     for block in blocks:
@@ -87,6 +86,17 @@ def shard_model(model, mesh, bf16):
     fully_shard(model, **options)
 
 
+def find_blocks(model):
+    """Return the list of blocks: model.layers of a Llama, transformer.h of a GPT-2."""
+    # A list of another length is of something else, such as a vision tower.
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    for each in lists:
+        if len(each) == depth:
+            return each
+    raise ModelError(f"there is no list of {depth} blocks: give shard_model yours")
+
+
 def warn_of_others(model, parts):
     """Say so if much of a model is in none of its parts: the root then gathers it."""
     known = {weight for part in parts for weight in part.parameters()}
@@ -95,7 +105,7 @@ def warn_of_others(model, parts):
     if others > 0.1 * total and dist.get_rank() == 0:
         print(
             f"{others:,} of {total:,} parameters are in no block, and stay whole during"
-            " the entire step: shard their blocks, too, in shard_model",
+            " the entire step: give shard_model their list of blocks, too",
             file=sys.stderr,
         )
 
@@ -103,9 +113,14 @@ def warn_of_others(model, parts):
 def allocate(model, device):
     """Give a sharded model memory for its shards, and buffers their values."""
     model.to_empty(device=device)
-    # Otherwise what is not in the files, such as the frequencies of Llama's positions,
-    # is whatever to_empty() found in memory. It draws weights, too: so before loading.
-    warnings.filterwarnings("ignore", "DTensor random operators")  # not quite on a CPU
+    # What is not in the files, such as the frequencies of Llama's positions, is now
+    # whatever to_empty() found in memory. initialize_weights() computes it. It leaves
+    # weights with this mark alone: they are loaded next, and drawing shards can fail.
+    for weight in model.parameters():
+        weight._is_hf_initialized = True
+    # Otherwise it takes FSDP's class for code of the user's, and computes no buffer of
+    # a module without weights, such as that of a Falcon-H1's blocks.
+    model.is_custom_code = lambda: False
     model.initialize_weights()
 
 
@@ -113,8 +128,8 @@ def load_weights(model, folder, name_in_files=str):
     """Load the weights of a folder; each rank reads its own slices of the files.
 
     name_in_files: a function that returns, for the name of a weight in the model, its
-    name in the files, or None for a weight that is new. By default the names are equal.
-    Raises ModelError if a weight is not in the files.
+    name in the files, or None for a weight that is new, which then has no value yet. By
+    default the names are equal. Raises ModelError if a weight is not in the files.
     """
     reader = dcp.HuggingFaceStorageReader(folder)
     names = reader.read_metadata().state_dict_metadata
@@ -133,11 +148,24 @@ def load_weights(model, folder, name_in_files=str):
             weights[in_files] = tensor
         elif name in once:  # not the second name of a tied weight, which files lack
             raise ModelError(
-                f"{name} is not in the files of {folder}. Is the download complete? For"
-                " a layer that is new, and for files with other names, see README.md, "
-                "weights that are not found"
+                f"{name} is not in the files of {folder}. Is the download complete? If "
+                "its names differ, call load_from_rank_0; see README.md, weights that "
+                "are not found"
             )
     dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
+
+
+def load_from_rank_0(model, folder, auto_class):
+    """Load what from_pretrained makes of a folder, on rank 0: for files of other names.
+
+    Rank 0 needs CPU memory for the whole model, and each device for its largest weight.
+    """
+    weights = {}
+    if dist.get_rank() == 0:
+        plain = auto_class.from_pretrained(folder, dtype=model.dtype)
+        weights = plain.state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
 
 
 # ---- checkpoints ---------------------------------------------------------------------
@@ -206,3 +234,22 @@ def gather_weights(model, frozen=True):
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
     )
     return select(model, get_model_state_dict(model, options=options), frozen)
+
+
+def make_plain(model, dtype):
+    """Return the model on the meta device, of the class that FSDP has derived from."""
+    _, plain_class = type(model).__bases__
+    with torch.device("meta"):
+        plain = plain_class._from_config(model.config, dtype=dtype)
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def save_model(model, weights, folder):
+    """Write whole weights, on rank 0, as save_pretrained does on one process.
+
+    FSDP's class has a name of its own, for which transformers knows no conversion: some
+    models, such as Qwen2.5-VL, would have other names in the file than in the download.
+    """
+    dtype = next(iter(weights.values())).dtype
+    make_plain(model, dtype).save_pretrained(folder, state_dict=weights)
