@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import gc
 import itertools
 import re
 import shutil
@@ -11,8 +12,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
 
 from nbtools import harness
 from nbtools.weights import max_abs_diff
@@ -425,3 +430,187 @@ def test_shuffle_is_off():
     nodes = ast.walk(ast.parse(AFTER.read_text()))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     assert not any(word.arg == "shuffle" for call in calls for word in call.keywords)
+
+
+# ---- special cases of the page -------------------------------------------------------
+# Each returns what has to be equal on 1 and 2 processes, and is not with `wrong`.
+def make_points(count):
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 3, generator=draw, dtype=torch.float64)
+    return x, x.sin().sum(1, keepdim=True)
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def wrap(make_model):
+    """Return a model in float64, the same on all ranks, and its wrapper."""
+    torch.manual_seed(0)
+    model = make_model().double()
+    return model, nn.parallel.DistributedDataParallel(model)
+
+
+def flat(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def one_batch(rank, world_size, wrong, reduce=True):
+    """All data as one batch, which the ranks cannot share equally, with LBFGS.
+
+    reduce: whether the closure returns the loss of all ranks; if not, it searches.
+    """
+    x, y = make_points(97)
+    count, (x, y) = len(x), (x[rank::world_size], y[rank::world_size])
+    model, ddp_model = wrap(make_net)
+    options = {"max_iter": 4}
+    if not reduce:
+        options = {"max_iter": 40, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(model.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (ddp_model(x) - y).square().sum() / (len(x) if wrong else count)
+        penalty = sum(weight.square().sum() for weight in ddp_model.parameters())
+        loss = loss + 0.1 * penalty / (1 if wrong else world_size)
+        (loss if wrong else world_size * loss).backward()
+        total = loss.detach()
+        if reduce:
+            dist.all_reduce(total)
+        return total
+
+    optimizer.step(closure)
+    return flat(model)
+
+
+def drawn_each_epoch(rank, world_size, wrong):
+    """Negatives that are drawn for the whole data set before each epoch."""
+    model, ddp_model = wrap(make_net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, _ = make_points(24)
+    for epoch in range(3):
+        draw = np.random.default_rng((0, epoch) if not wrong else (0, epoch, rank))
+        y = torch.from_numpy(draw.normal(size=(24, 1)))
+        sampler = DistributedSampler(range(24), world_size, rank)
+        sampler.set_epoch(epoch)
+        chosen = list(sampler)
+        optimizer.zero_grad()
+        (ddp_model(x[chosen]) - y[chosen]).square().mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+class Guided(nn.Module):
+    """A model whose condition can be dropped for a whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.label = nn.Linear(3, 1), nn.Embedding(2, 1)
+
+    def forward(self, x, drop):
+        of_label = self.label((x[:, 0] > 0).long())
+        return self.net(x) + (0 * of_label if drop else of_label)
+
+
+def dropped_condition(rank, world_size, wrong):
+    """All ranks draw the same decision for the global batch, or each its own."""
+    model, ddp_model = wrap(Guided)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    draw = torch.Generator().manual_seed(rank if wrong else 0)
+    x, y = (each[rank::world_size] for each in make_points(24))
+    for _ in range(8):
+        drop = torch.rand((), generator=draw) < 0.5
+        optimizer.zero_grad()
+        (ddp_model(x, drop) - y).square().mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+def psnr(rank, world_size, wrong):
+    """The mean over samples, or over batches, which are others on two processes."""
+    errors = make_points(24)[1][rank::world_size].square()
+    batches = [batch.mean() for batch in errors.split(4)] if wrong else errors
+    values = [-10 * torch.log10(each) for each in batches]
+    sums = torch.tensor([sum(values), len(values)], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums[0] / sums[1]
+
+
+def hit_rate(rank, world_size, wrong):
+    """Batches of one positive sample and three negative ones: the first has to win."""
+    scores = make_points(48)[1].flatten()
+    scores[::4] += 0.5
+    users = scores.view(-1, 4)[rank::world_size]
+    if wrong:  # samples are sharded, and a user's are on two ranks
+        users = scores[rank::world_size].view(-1, 4)
+    sums = torch.tensor([(users.argmax(1) == 0).sum(), len(users)])
+    dist.all_reduce(sums)
+    return sums[0] / sums[1]
+
+
+CASES = (one_batch, drawn_each_epoch, dropped_condition, psnr, hit_rate)
+
+
+def be_a_rank(rank, world_size, folder):
+    """Run all cases, right and wrong; rank 0 writes {(name, wrong): tensor}."""
+    store = dist.FileStore(str(folder / f"store-{world_size}"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found = {
+        (case.__name__, wrong): case(rank, world_size, wrong)
+        for case in CASES
+        for wrong in (False, True)
+    }
+    if rank == 0:
+        torch.save(found, folder / f"{world_size}.pt")
+    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def of_cases(tmp_path_factory):
+    """Return what the cases return on one process and on two."""
+    folder = tmp_path_factory.mktemp("cases")
+    calls = [(rank, size, folder) for size in (1, 2) for rank in range(size)]
+    harness.call_in_forks(be_a_rank, calls)
+    return [torch.load(folder / f"{size}.pt") for size in (1, 2)]
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+def test_a_special_case(name, of_cases):
+    """By the page, two processes do what one does; by the mistake, something else."""
+    one, two = of_cases
+    assert (one[name, False] - two[name, False]).abs().max() <= 1e-10
+    assert (one[name, True] - two[name, True]).abs().max() > 1e-4
+
+
+def search_by_its_own_loss(rank, folder):
+    """Be a rank whose closure returns the rank's own loss, to a line search."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    one_batch(rank, 2, wrong=False, reduce=False)
+
+
+def test_a_closure_that_returns_the_loss_of_a_rank(tmp_path):
+    """Each rank searches on its own, so one ends while the other one waits."""
+    with pytest.raises(AssertionError):
+        harness.call_in_forks(search_by_its_own_loss, [(0, tmp_path), (1, tmp_path)])
+
+
+def test_a_part_times_zero_is_moved_by_weight_decay():
+    """Its gradient is 0, with which the optimizer takes a step; None has none."""
+    moved = []
+    for keep in (True, False):
+        model = Guided()
+        with torch.no_grad():
+            model.label.weight.fill_(1)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        out = model(torch.ones(2, 3), drop=True)
+        (out if keep else model.net(torch.ones(2, 3))).sum().backward()
+        optimizer.step()
+        moved.append(not (model.label.weight == 1).all())
+    assert moved == [True, False]
+
+
+def test_torch_names_the_backend_of_a_device():
+    backends = [dist.get_default_backend_for_device(name) for name in ("cpu", "cuda")]
+    assert backends == ["gloo", "nccl"]
