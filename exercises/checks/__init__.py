@@ -1,0 +1,137 @@
+"""What the checks share: recording the collectives of a rank, and comparing tensors.
+
+A check is a module with these names; `answer` is the reader's module, and `rank` is the
+rank that runs, one of RANKS processes with gloo:
+
+    SOLVED             two sentences: what the real one does beyond this piece, and
+                       where it stands in torch
+    check(answer, rank)   asserts, each with a message that names the mistake
+    PHASES             in place of check: a list of such functions. Each runs in new
+                       processes, in the same working folder, after the one before it;
+                       one with the decorator `killed` may end in the kill of a rank
+
+All ranks run the whole check, and the message of the lowest that fails is shown. A rank
+that has failed takes part in nothing more, and the others may then wait in vain.
+"""
+
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RANKS = 3
+# Operations are called allreduce_, _allgather_base_ and so on. The first of these whose
+# letters are in such a name is the collective.
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast")
+COLLECTIVES += ("barrier", "gather", "scatter", "reduce", "send", "recv")
+
+
+class Call(NamedTuple):
+    """One call of a collective.
+
+    name: as in torch.distributed ("all_reduce", "send", ...), or "wait" for the wait()
+    of one, which those that are not asynchronous also call; numel, bytes: of what this
+    rank gives to it, for "recv" of what it gets, for "barrier" and "wait" 0; group: the
+    ranks that take part, as numbers of the whole; for "wait" ().
+    """
+
+    name: str
+    numel: int = 0
+    bytes: int = 0
+    group: tuple = ()
+
+
+class Recording(TorchDispatchMode):
+    """Notes what a block of code, and the backward passes in it, call on this rank.
+
+    with Recording() as recording:
+        model(batch).sum().backward()
+    recording.events    # [Call("all_reduce", 105, 840, (0, 1, 2)), Call("wait")]
+    recording.calls     # the same without the waits
+
+    It sees each call at the level of the operations that torch carries out, however the
+    answer imported it: those of object collectives, DDP and FSDP2 as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    @property
+    def calls(self):
+        return [event for event in self.events if event.name != "wait"]
+
+    def of(self, *names):
+        """Return the calls with one of these names."""
+        return [call for call in self.calls if call.name in names]
+
+    def __enter__(self):
+        self.patches = [self.patch_wait(dist.Work), self.patch_wait(torch._C.Future)]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+        return super().__exit__(*error)
+
+    def patch_wait(self, kind):
+        wait = kind.wait
+
+        def noting(*args, **kwargs):
+            self.events.append(Call("wait"))
+            return wait(*args, **kwargs)
+
+        patch = mock.patch.object(kind, "wait", noting)
+        patch.start()
+        return patch
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            letters = operation.__name__.replace("_", "")
+            for name in COLLECTIVES:
+                if name.replace("_", "") in letters:
+                    self.events.append(Call(name, *sizes(name, args), ranks_of(args)))
+                    break
+        return operation(*args, **(kwargs or {}))
+
+
+def sizes(name, args):
+    """Return how many numbers, and bytes, this rank gives to a collective."""
+    # the output if there is one, then the input
+    groups = [list(filter(torch.is_tensor, tree_leaves(each))) for each in args]
+    groups = [group for group in groups if group]
+    if name == "barrier" or not groups:
+        return 0, 0
+    return sum(t.numel() for t in groups[-1]), sum(t.nbytes for t in groups[-1])
+
+
+def ranks_of(args):
+    """Return the ranks of the process group among the arguments of an operation."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            group = dist.ProcessGroup.unbox(each)
+            return tuple(dist.get_process_group_ranks(group))
+    return ()
+
+
+def killed(phase):
+    """Declare that a phase may end in the kill of a rank.
+
+    A rank that dies there, by os.kill(os.getpid(), signal.SIGKILL), is no failure. The
+    others run until they end, fail or wait in vain, and are killed, too. An error of
+    theirs after it counts only if it is an AssertionError.
+    """
+    phase.killed = True
+    return phase
+
+
+def difference(ours, right):
+    """Return the largest difference between two tensors of the same shape, or inf."""
+    if not torch.is_tensor(ours) or ours.shape != right.shape:
+        return float("inf")
+    if not right.numel():
+        return 0.0
+    return (ours.double() - right.double()).abs().max().nan_to_num(float("inf")).item()
