@@ -56,6 +56,10 @@ class Recording(TorchDispatchMode):
     answer imported it: those of object collectives, DDP and FSDP2 as well.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # otherwise the first operation imports torch._dynamo: seconds
+
     def __init__(self):
         super().__init__()
         self.events = []
