@@ -189,6 +189,8 @@ def started(ranks, phase, *args):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()  # if it had no time to make a group of its own
+        for process, _ in pairs:
+            if process.pid:
                 process.join()
 
 
@@ -216,7 +218,7 @@ def run_phase(phase, *args):
             multiprocessing.connection.wait([pairs[n][1] for n in left], PULSE)
             news = {rank: heard(*pairs[rank]) for rank in left}
             said.update({rank: each for rank, each in news.items() if each})
-    return verdict(said, pulse, getattr(phase, "killed", False))
+        return verdict(said, pulse, getattr(phase, "killed", False))
 
 
 def verdict(said, pulse, may_die):
