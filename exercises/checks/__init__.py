@@ -35,13 +35,15 @@ class Call(NamedTuple):
     name: as in torch.distributed ("all_reduce", "send", ...), or "wait" for the wait()
     of one, which those that are not asynchronous also call; numel, bytes: of what this
     rank gives to it, for "recv" of what it gets, for "barrier" and "wait" 0; group: the
-    ranks that take part, as numbers of the whole; for "wait" ().
+    ranks that take part, as numbers of the whole, for "wait" (); peer: the one to which
+    it sends, or from which it receives.
     """
 
     name: str
     numel: int = 0
     bytes: int = 0
     group: tuple = ()
+    peer: int | None = None
 
 
 class Recording(TorchDispatchMode):
@@ -63,6 +65,7 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.events = []
+        self.works = []  # to keep them: gloo does not end a message that nobody keeps
 
     @property
     def calls(self):
@@ -93,13 +96,17 @@ class Recording(TorchDispatchMode):
         return patch
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
         if operation.namespace in ("c10d", "_c10d_functional"):
+            self.works.append(result)
             letters = operation.__name__.replace("_", "")
             for name in COLLECTIVES:
                 if name.replace("_", "") in letters:
-                    self.events.append(Call(name, *sizes(name, args), ranks_of(args)))
+                    group = ranks_of(args)
+                    peer = group[args[2]] if name in ("send", "recv") else None
+                    self.events.append(Call(name, *sizes(name, args), group, peer))
                     break
-        return operation(*args, **(kwargs or {}))
+        return result
 
 
 def sizes(name, args):

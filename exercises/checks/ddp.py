@@ -86,9 +86,9 @@ def judge_calls(recording, in_backward, trained, step, frozen):
         f"step {step} has {len(sizes)} all-reduces, not {len(right)}: does each bucket "
         "count its gradients from the beginning again?"
     )
-    assert not frozen or len(sizes) >= len(right), (
-        f"{len(sizes)} all-reduces, not {len(right)}, if a weight is frozen: does its "
-        "bucket wait for a gradient that never comes?"
+    assert not frozen or sizes == right, (
+        f"with a frozen weight, the buckets have {sizes} numbers, and not {right}: is "
+        "it in one, which then waits for its gradient?"
     )
     assert sizes, "there is no all-reduce: do the hooks count the gradients?"
     assert any(event.name == "all_reduce" for event in in_backward), (
@@ -102,7 +102,7 @@ def judge_calls(recording, in_backward, trained, step, frozen):
     assert len(sizes) < len(trained), (
         f"{len(sizes)} all-reduces for {len(trained)} weights: there are no buckets"
     )
-    assert sizes != buckets_of(trained), (
+    assert sizes != buckets_of(trained)[::-1], (
         f"buckets of {sizes} numbers begin with the first weights, whose gradients "
         "come last: take the weights in reverse"
     )

@@ -1,0 +1,471 @@
+"""The pieces of exercises/: the stub is refused, the solution is not, and each wrong
+answer in MISTAKES is refused with words of its own. What check.py does with an answer
+that hangs, fails, ends its process or is ended leaves no process behind.
+"""
+
+import shutil
+import signal
+
+import pytest
+
+from nbtools import harness
+from tests.training import replace_once
+from tools.stages import ROOT
+
+FOLDER = ROOT / "exercises"
+PIECES = sorted(path.stem for path in FOLDER.glob("*.py") if path.name != "check.py")
+
+# {piece: [(a text of the solution, what replaces it, ..., what the check then says)]}
+MISTAKES = {
+    "accumulate": [
+        (
+            "contextlib.nullcontext() if last else ddp.no_sync()",
+            "contextlib.nullcontext()",
+            "the gradients are all-reduced 2 times",
+        ),
+        (  # no_sync around the backward pass only
+            "with contextlib.nullcontext() if last else ddp.no_sync():\n"
+            "            outputs = ddp(inputs)\n",
+            "outputs = ddp(inputs)\n"
+            "        with contextlib.nullcontext() if last else ddp.no_sync():\n",
+            "with their forward pass",
+        ),
+        (
+            "contextlib.nullcontext() if last else ddp.no_sync()",
+            "ddp.no_sync()",
+            "the gradients are not all-reduced",
+        ),
+        ("ddp(inputs)", "ddp.module(inputs)", "the gradients are not all-reduced"),
+        ("    dist.all_reduce(count)\n", "", "the gradient is 3 times too large"),
+        (
+            "loss * dist.get_world_size() / count",
+            "loss / count",
+            "3 times too small: DDP also divides",
+        ),
+        (
+            "loss * dist.get_world_size() / count",
+            "loss / len(targets) / len(micro_batches)",
+            "a mean of means of the micro-batches",
+        ),
+        (
+            "loss * dist.get_world_size() / count",
+            "loss / len(targets)",
+            "a sum of means of the micro-batches",
+        ),
+        (
+            "loss * dist.get_world_size() / count",
+            "loss / sum(len(targets) for _, targets in micro_batches)",
+            "a mean over the ranks, as if each had",
+        ),
+        (
+            "(loss * dist.get_world_size() / count)",
+            "loss",
+            "a sum over the samples: divide",
+        ),
+        (
+            "(loss * dist.get_world_size() / count).backward()",
+            "kept = loss * 3 / count + (0 if number == 1 else kept)\n"
+            "            last and kept.backward()",
+            "the activations of both are in memory",
+        ),
+        (
+            "    for number, (inputs",
+            "    micro_batches = [[*map(torch.cat, zip(*micro_batches))]]\n"
+            "    for number, (inputs",
+            "the forward passes have [4] samples, and not [2, 2]",
+        ),
+        (
+            "dist.all_reduce(count)",
+            "found = [None] * 3\n"
+            "    dist.all_gather_object(found, count)\n"
+            "    count = sum(found)",
+            "all_gather is called: for the number of samples",
+        ),
+        ("outputs = ddp", "ddp.zero_grad()\n            outputs = ddp", "is off by"),
+        (
+            "        last = ",
+            "        dist.all_reduce(count.clone())\n        last = ",
+            "[1, 1, 1] numbers are all-reduced",
+        ),
+        ('reduction="sum"', 'reduction="mean"', "the gradient is off by"),
+    ],
+    "ddp": [
+        (
+            "dist.broadcast(weight.data, src=0)",
+            "pass",
+            "rank 1 begins with its own wei",
+        ),
+        (
+            "dist.broadcast(weight.data, src=0)",
+            "weight.requires_grad and dist.broadcast(weight.data, src=0)",
+            "2.weight, which is frozen, is not that of rank 0",
+        ),
+        (
+            "dist.broadcast(weight.data, src=0)",
+            "dist.get_rank() == 0 and dist.broadcast(weight.data, src=0)",
+            "rank 1 begins with its own weights",
+        ),
+        (
+            "return self.module(*inputs)",
+            "[dist.broadcast(w.data, 0) for w in self.module.parameters()]\n"
+            "        return self.module(*inputs)",
+            "forward() calls broadcast",
+        ),
+        (
+            "return self.module(*inputs)",
+            "return inputs[0]",
+            "forward() does not return",
+        ),
+        ("numbers /= dist.get_world_size()", "pass", "is the sum over the 3 ranks"),
+        (
+            "missing = len(bucket)  # for",
+            "pass  # for",
+            "step 2 has 0 all-reduces, not 3",
+        ),
+        ("work.wait()", "pass", "waits for 0 of its 3 all-reduces"),
+        (
+            "(numbers, async_op=True)",
+            "(numbers)",
+            "no attribute 'wait' (ddp.py, line 50:",
+        ),
+        (
+            "async_op=True)\n",
+            "async_op=True)\n                work.wait()\n",
+            "backward() waits for an all-reduce",
+        ),
+        (
+            "if sum(each.numel() for each in buckets[-1]) >= bucket_size:",
+            "if buckets[-1]:",
+            "12 all-reduces for 12 weights: there are no buckets",
+        ),
+        (
+            "if sum(each.numel() for each in buckets[-1]) >= bucket_size:",
+            "if False:",
+            "the buckets have [231] numbers, and not [105, 84, 42]",
+        ),
+        (
+            "for each in buckets[-1]) >= bucket_size",
+            "for each in [*buckets[-1], weight]) > bucket_size",
+            "the buckets have [69, 78, 48, 36] numbers",
+        ),
+        ("reversed(", "list(", "take the weights in reverse"),
+        (
+            "dist.all_reduce(numbers, async_op=True)",
+            'type("Later", (), {"wait": lambda _: dist.all_reduce(numbers)})()',
+            "nothing is sent before finish()",
+        ),
+        (
+            "self.pending.clear()",
+            "pass",
+            "is the list of those that are pending emptied",
+        ),
+        ("if w.requires_grad]", "]", "cannot register a hook on a tensor"),
+        (
+            "if w.requires_grad]",
+            "]",
+            "weight.register",
+            "weight.requires_grad and weight.register",
+            "with a frozen weight, the buckets have [105, 42] numbers",
+        ),
+        (
+            "weight.grad.copy_(",
+            "weight.grad + (",
+            "step 1: the gradient of 0.weight is o",
+        ),
+    ],
+    "evaluate": [
+        ("    dist.all_reduce(sums)\n", "", "rank 0 calls no all-reduce"),
+        (
+            "    for inputs",
+            "    if not batches:\n        return 0.0, 0.0\n    for inputs",
+            "rank 2, whose shard is empty, calls no all-reduce",
+        ),
+        ("(3, dtype=torch.float64)", "(3)", "the sums are not in float64"),
+        ("    model.eval()\n", "", "the model is in training mode, with dropout"),
+        ("@torch.no_grad()\n", "", "activations are kept"),
+        (
+            "dist.all_reduce(sums)",
+            "sums /= sums[2].clamp(min=1)\n    dist.all_reduce(sums)",
+            "the loss is the mean of the means of the ranks that have samples",
+        ),
+        (
+            "sums[2] += len(targets)",
+            "sums[2] += len(targets)\n        dist.all_reduce(sums)",
+            "3 all-reduces: put the sums into one tensor, and reduce that",
+        ),
+        (
+            "dist.all_reduce(sums)",
+            "[dist.all_reduce(each) for each in sums]",
+            "3 all-reduces: put the sums into one tensor",
+        ),
+        (
+            "dist.all_reduce(sums)",
+            "found = [None] * 3\n"
+            "    dist.all_gather_object(found, sums)\n"
+            "    sums = sum(found)",
+            "all_gather is called: one all-reduce of sums is enough",
+        ),
+        (
+            "dist.all_reduce(sums)",
+            "dist.reduce(sums, 0)",
+            "reduce is called: one all-r",
+        ),
+        (
+            "    dist.all_reduce(sums)\n    loss, correct, count = sums.tolist()\n",
+            "    loss, correct, count = sums.tolist()\n    dist.all_reduce(sums)\n",
+            "rank 0: the loss is that of this rank's shard alone",
+        ),
+        (
+            "loss / count, correct / count",
+            "sums[0] / sums[2], sums[1] / sums[2]",
+            "rank 0 returns a Tensor, and not a float",
+        ),
+        ("correct / count", "100 * correct / count", "the accuracy is a percentage"),
+        (
+            'reduction="sum"',
+            'reduction="mean"',
+            "the sum of the batches' means, divided",
+        ),
+        ("sums[2] += len(targets)", "sums[2] += 1", "rank 0: the loss is "),
+        ("len(targets)", "inputs.numel()", "rank 0: the loss is "),
+    ],
+    "ring": [
+        (
+            "    rank, n = ",
+            "    return dist.all_reduce(tensor)\n    rank, n = ",
+            "all_reduce is called: the ring is made of messages only",
+        ),
+        (
+            "right, left",
+            "left, right",
+            "rank 0 sends to rank 2: in the ring it sends only",
+        ),
+        (
+            "sending = dist.isend(outgoing, right)",
+            "dist.send(outgoing, right)",
+            "ranks 0, 1 and 2 wait in send (line 19: dist.send(outgoing, right))",
+        ),
+        ("        sending.wait()\n", "", "rank 0 waits for 4 of 8 messages"),
+        ("incoming.copy_(received)", "incoming += received", "are larger than the sum"),
+        ("step < n - 1", "step < n", "are larger than the sum"),
+        ("tensor_split(n)", "chunk(n)", "IndexError"),
+        ("range(2 * (n - 1))", "range(n - 1)", "sends 2 messages: 2 (n - 1) are 4"),
+        (
+            "incoming += received",
+            "incoming = incoming + received",
+            "are not the sum of a",
+        ),
+        (".view(-1)", ".flatten().clone()", "the sums belong into it, in place"),
+        (
+            "tensor.view(-1).tensor_split(n)",
+            "[tensor.view(-1)] * n",
+            "rank 0 sends 48 numbers of a tensor of 12",
+        ),
+        (
+            "incoming.copy_(received)",
+            "incoming.copy_(received)\n    tensor /= n",
+            "these are the means",
+        ),
+        ("(rank - step) % n", "(rank + step) % n", "are larger than the sum"),
+    ],
+    "sampler": [
+        ("self.seed + self.epoch", "self.seed", "has the order of epoch 0"),
+        ("self.epoch = epoch", "pass", "has the order of epoch 0"),
+        ("self.seed + self.epoch", "self.epoch", "does not use the seed"),
+        ("self.seed + self.epoch", "self.seed * 7 + self.epoch", "rank 0 has ["),
+        (
+            "self.seed + self.epoch",
+            "self.seed + self.epoch + self.rank",
+            "rank 1 has an order of its own",
+        ),
+        ("if self.shuffle:", "if not self.shuffle:", "rank 0 shuffles although"),
+        ("if self.shuffle:", "if False:", "rank 0 does not shuffle"),
+        ("torch.Generator()", "torch", "torch's global generator has changed"),
+        (
+            "self.rank, None, self.n",
+            "self.rank * self.size, (self.rank + 1) * self.size",
+            "rank 0 has a block of the order",
+        ),
+        ("(whole, self.rank, None, self.n)", "(whole, None)", "rank 0 has all indices"),
+        (".tolist()", "", "an index is of the type Tensor, and not an int"),
+        ("+ self.n - 1", "", "len() is 3 on rank 0, and not 4: length 10,"),
+        (
+            "self.length if drop_last else rounded_up",
+            "rounded_up",
+            "len() is 4 on rank 0, and not 3: length 10,",
+        ),
+        (
+            "itertools.cycle(order)",
+            "itertools.chain(order, order)",
+            "rank 2 has [], and not [0]: length 1,",
+        ),
+        (
+            "itertools.cycle(order)",
+            "itertools.chain(order, itertools.repeat(order[-1]))",
+            "rank 1 has [1, 4, 7, 9], and not [1, 4, 7, 0]: length 10,",
+        ),
+        (
+            "generator=generator).tolist()",
+            "generator=generator)\n"
+            "            dist.broadcast(order, 0)\n"
+            "            order = order.tolist()",
+            "the sampler calls broadcast",
+        ),
+        ("len(dataset)", "sum(1 for _ in dataset)", "sample 0 is read"),
+    ],
+}
+# {what an answer does when it is loaded: what the check says of it}
+ODD = {
+    "import sys; sys.exit(3)": "Not solved yet: SystemExit: 3 (ring.py, line 1: import",
+    "import os; os._exit(3)": "rank 0 ended its process, with exit code 3",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "was ended by SIGSEGV",
+    "raise KeyboardInterrupt": "KeyboardInterrupt (ring.py, line 1: raise Keyb",
+    "def all_reduce(tensor:": "SyntaxError: '(' was never closed (ring.py, line 1: def",
+    "import nothing": "No module named 'nothing' (ring.py, line 1: import nothing)",
+    "answer = 42": "ring.py has no all_reduce: keep the stub's names",
+    "def all_reduce(tensor): return tensor.nothing": "AttributeError: 'Tensor'",
+    "def all_reduce(tensor): print(10**5 * 'words\\n')": "rank 0 sends nothing",
+}
+LOOP = "import torch.distributed as dist\nwhile dist.get_rank() == 1: pass\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that checks an answer, and asserts that no process is left."""
+
+    def run(name, text, code):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        command = f"python exercises/check.py {name} {path}"
+        with harness.start(command, tmp_path / "run", forks=True) as job:
+            done = job.wait()
+            assert not job.members()
+        assert (done.returncode, done.stderr) == (code, "")
+        return done.stdout
+
+    return run
+
+
+def test_each_piece_has_all_its_files():
+    assert len(PIECES) == 5
+    for folder in ("checks", "solutions"):
+        names = {path.stem for path in (FOLDER / folder).glob("*.py")} - {"__init__"}
+        assert names == {*PIECES}
+    assert {*MISTAKES} == {*PIECES}
+    assert min(map(len, MISTAKES.values())) >= 8
+    table = (FOLDER / "README.md").read_text()
+    assert all(f"| [{name}]({name}.py) |" in table for name in PIECES)
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_the_solution_is_right_and_has_the_stubs_names(name, run):
+    said = run(name, (FOLDER / "solutions" / f"{name}.py").read_text(), 0)
+    assert said.startswith("Solved. ") and " ".join(said.split()).count(". ") == 2
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", PIECES)
+def test_the_stub_is_not_written(name, run):
+    said = run(name, (FOLDER / f"{name}.py").read_text(), 1)
+    assert "is not written" in said and ": raise NotImplementedError)" in said
+
+
+def cases():
+    """Return each mistake: the piece, what the check says, and the texts."""
+    return [
+        pytest.param(name, words, texts, id=f"{name}-{number}")
+        for name, mistakes in MISTAKES.items()
+        for number, (*texts, words) in enumerate(mistakes)
+    ]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name, words, texts", cases())
+def test_a_wrong_answer_is_refused_with_its_own_words(
+    name, words, texts, run, tmp_path
+):
+    wrong = tmp_path / "wrong.py"
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    replace_once(FOLDER / "solutions" / f"{name}.py", *pairs, target=wrong)
+    said = run(name, wrong.read_text(), 1)
+    assert said.startswith("Not solved yet: ") and said.count("\n") == 1
+    assert words in said
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("text", ODD)
+def test_an_answer_that_ends_its_process_or_does_not_end_is_named(text, run):
+    assert ODD[text] in run("ring", text, 1).splitlines()[-1]
+
+
+@pytest.mark.release
+def test_an_endless_loop_is_ended(run):
+    said = run("ring", LOOP, 1)
+    assert "rank 1 computes and does not end, in get_rank (line 2: while" in said
+
+
+@pytest.mark.ci
+def test_a_hang_says_which_ranks_wait_where(run):
+    text = (FOLDER / "solutions" / "ring.py").read_text()
+    said = run("ring", f"{text}    if rank == 1:\n        dist.barrier()\n", 1)
+    assert "rank 1 waits in barrier (line" in said and "rank 2 waits in" in said
+    text = "import torch.distributed as dist\n\n\ndef all_reduce(tensor):\n"
+    said = run("ring", f"{text}    dist.get_rank() or dist.barrier()\n", 1)
+    assert "rank 1 sends nothing" in said  # what is wrong comes before what it causes
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_no_rank_survives_the_check(ending, tmp_path):
+    path = tmp_path / "ring.py"
+    path.write_text("import time\nprint('begun')\ntime.sleep(1000)\n")
+    command = f"python exercises/check.py ring {path}"
+    with harness.start(command, tmp_path / "run", forks=True) as job:
+        job.wait_for("begun", times=3)
+        ranks = job.members()
+        assert len(ranks) == 4
+        ranks[0].send_signal(ending)
+        assert job.wait().returncode == 128 + ending
+        assert not harness.alive(ranks)
+        assert "Traceback" not in job.screen()
+
+
+def test_a_wrong_name_or_file_is_named():
+    for words in ("nothing", "ring nothing.py", "ring a b", f"ring {FOLDER}"):
+        command = f"python exercises/check.py {words}"
+        done = harness.run(command, code=2, forks=True)
+        assert not done.stdout and done.stderr.count("\n") == 1
+
+
+def copied(folder):
+    """Copy exercises/ without the answers; return where it is then."""
+    ignored = shutil.ignore_patterns("*.json", "__pycache__")
+    copy = shutil.copytree(FOLDER, folder / "exercises", ignore=ignored)
+    for path in (copy / "mine").glob("*.py"):
+        path.unlink()
+    return copy
+
+
+def states(check):
+    """Return {piece: how far the reader is}, as listed."""
+    listed = harness.run(check, forks=True).stdout.partition("\n\n")[0]
+    return dict(line.split()[:2] for line in listed.splitlines())
+
+
+@pytest.mark.ci
+def test_answers_are_listed_and_those_that_are_solved(tmp_path):
+    """In a copy, because the folder `mine` is the reader's."""
+    copy = copied(tmp_path)
+    check = f"python {copy / 'check.py'}"
+    (copy / "mine" / "ring.py").write_text((copy / "ring.py").read_text())
+    assert "To begin: cp " in harness.run(f"{check} ddp", code=1, forks=True).stdout
+    harness.run(f"{check} ring", code=1, forks=True)
+    assert states(check)["ring"] == "begun"
+    (copy / "mine" / "ring.py").write_text((copy / "solutions/ring.py").read_text())
+    harness.run(f"{check} ring", forks=True)
+    listed = states(check)
+    assert [*listed].index("ring") < [*listed].index("ddp")  # as in README's table
+    assert listed["ring"] == "solved" and listed["ddp"] == "-"
+    with (copy / "mine" / "ring.py").open("a") as file:
+        file.write("# and a comment\n")
+    assert states(check)["ring"] == "changed"
