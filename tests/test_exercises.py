@@ -155,6 +155,15 @@ MISTAKES = {
             "nothing is sent before finish()",
         ),
         (
+            "work = dist.all_reduce(numbers, async_op=True)\n"
+            "                self.pending.append((work, numbers, bucket))",
+            "self.ready = [*getattr(self, 'ready', []), (numbers, bucket)]\n"
+            "                for some, weights in self.ready[2:] and self.ready:\n"
+            "                    work = dist.all_reduce(some, async_op=True)\n"
+            "                    self.pending.append((work, some, weights))",
+            "3 all-reduces begin after the last gradient, not 1",
+        ),
+        (
             "self.pending.clear()",
             "pass",
             "is the list of those that are pending emptied",

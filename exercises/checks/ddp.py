@@ -43,6 +43,13 @@ def buckets_of(weights):
 def train(answer, rank, frozen):
     """Compare three steps with those of one process that has all batches."""
     alone, model = make_model(0, frozen), make_model(rank, frozen)
+    recording = Recording()
+    begun = [0]  # when the last gradient came: how many all-reduces had begun
+    for weight in model.parameters():
+        if weight.requires_grad:  # runs before a hook of the answer
+            weight.register_post_accumulate_grad_hook(
+                lambda _: begun.append(len(recording.calls))
+            )
     wrapped = answer.DDP(model, bucket_size=BUCKET_SIZE)
     for name, right in alone.named_parameters():
         kind = "" if right.requires_grad else ", which is frozen,"
@@ -57,7 +64,8 @@ def train(answer, rank, frozen):
         for each in (alone, model):
             each.zero_grad(set_to_none=step < 3)
         alone(batch).square().mean().backward()
-        with Recording() as recording:
+        recording.events.clear()
+        with recording:
             outputs = wrapped(batch[rank::RANKS])
             in_forward = len(recording.calls)
             assert difference(outputs, alone(batch[rank::RANKS])) < 1e-12, (
@@ -71,6 +79,11 @@ def train(answer, rank, frozen):
             "weights, and equal gradients keep them equal"
         )
         judge_calls(recording, in_backward, trained, step, frozen)
+        late = len(recording.calls) - begun[-1]
+        assert late == 1, (
+            f"{late} all-reduces begin after the last gradient, not 1: each begins as "
+            "soon as the gradients of its bucket are there"
+        )
         judge_gradients(model, alone, step)
 
 

@@ -47,6 +47,7 @@ source_suffix = dict.fromkeys(LANGUAGES, "myst-nb")  # see prepare
 ignored = re.findall("^[^#\n].*", (ROOT / ".gitignore").read_text(), re.MULTILINE)
 exclude_patterns = [line.strip("/") for line in ignored]
 exclude_patterns += [".*", "**/.*", "docs/*.py", "tools/site", "*/demos/*.sbatch"]
+exclude_patterns += ["*/*/__init__.py"]
 exclude_patterns += [f"{path.parent.name}/__init__.py" for path in ROOT.glob("*/*.md")]
 nitpicky = True
 smartquotes = False  # otherwise the two hyphens of a flag become a dash
@@ -113,6 +114,7 @@ BOOK += [str(path.relative_to(ROOT).with_suffix("")) for path in notebooks()]
 # The path: the main notebook of each stage. The other notebooks are read by need.
 PATH = [root_doc, *(f"{s.name}/{s.name}" for each in parts().values() for s in each)]
 START = ["docs/running", "docs/questions", "your_own_script/README"]
+START += ["exercises/README"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
 NOT_SEARCHED = ("tests", "tools", "nbtools")
 # The Chinese pages: their front page, the notebooks in the same order, and the others.
