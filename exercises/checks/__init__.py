@@ -18,6 +18,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch._dynamo  # otherwise each rank does, for Recording and for optimizers: 5 s
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -146,3 +147,19 @@ def difference(ours, right):
     if not right.numel():
         return 0.0
     return (ours.double() - right.double()).abs().max().nan_to_num(float("inf")).item()
+
+
+def on_all_ranks(part, *args):
+    """Call a part of a check, and fail on all ranks if it fails on one.
+
+    So what is wrong on rank 1 is said before what rank 0 would find in a later part.
+    """
+    said = [None] * RANKS
+    try:
+        part(*args)
+        mine = None
+    except AssertionError as error:
+        mine = str(error)
+    dist.all_gather_object(said, mine)
+    for text in said:
+        assert text is None, text
