@@ -12,8 +12,8 @@ SOLVED = (
     "Torch's ColwiseParallel and RowwiseParallel, in torch.distributed.tensor.parallel,"
     " get the same sums from the placements of DTensors, which also carry them through"
     " all other operations and into checkpoints. With SequenceParallel, the all-reduce"
-    " becomes a reduce-scatter and a later all-gather, so between the layers a rank keeps"
-    " only its part of the activations, too."
+    " becomes a reduce-scatter and a later all-gather: between the layers a rank then"
+    " keeps only its part of the activations, too."
 )
 BATCH, INPUTS, UNITS, OUTPUTS = 4, 5, 8, 7  # 8 units: 3, 3 and 2 of them
 
