@@ -18,7 +18,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch._dynamo  # otherwise each rank does, for Recording and for optimizers: 5 s
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,6 +1,7 @@
 """Checks zero1.py: three steps against AdamW on one process, in float64."""
 
 import torch
+import torch._dynamo  # otherwise each rank does, for its optimizer, in seconds
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
