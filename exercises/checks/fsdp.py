@@ -31,8 +31,14 @@ def check(answer, rank):
     holding = Holding(weights)
     for number, block in enumerate(blocks):
         block.insert(1, Probe(holding, number))
-    model = nn.Sequential(*(answer.Sharded(block) for block in blocks))
+    with holding:
+        model = nn.Sequential(*(answer.Sharded(block) for block in blocks))
     on_all_ranks(check_pieces, model, alone, rank)
+    found = holding.held(0)
+    assert not found, (
+        f"rank {rank} holds {found} numbers of whole weights before the first forward"
+        " pass: free them in __init__()"
+    )
     for step in (1, 2):
         torch.manual_seed(step)
         batch = torch.randn(RANKS * BATCH, 9, dtype=torch.float64)  # of all ranks

@@ -14,10 +14,10 @@ from exercises.checks import difference
 from exercises.checks import on_all_ranks
 
 SOLVED = (
-    "Torch's Schedule1F1B and PipelineStage, in torch.distributed.pipelining, find out"
-    " the shapes themselves, and exchange while a stage computes. Other schedules there"
+    "Torch's Schedule1F1B, in torch.distributed.pipelining, also sends and receives in"
+    " one batch, and its PipelineStage finds out the shapes itself. Other schedules there"
     " make the waiting shorter: ScheduleInterleaved1F1B gives a stage several parts of"
-    " the model, ScheduleInterleavedZeroBubble also puts off the weights' gradients."
+    " the model, ScheduleInterleavedZeroBubble puts off the gradients of the weights."
 )
 WIDTH, BATCH = 6, 2
 
