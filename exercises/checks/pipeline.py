@@ -15,9 +15,9 @@ from exercises.checks import on_all_ranks
 
 SOLVED = (
     "Torch's Schedule1F1B, in torch.distributed.pipelining, also sends and receives in"
-    " one batch, and its PipelineStage finds out the shapes itself. Other schedules there"
-    " make the waiting shorter: ScheduleInterleaved1F1B gives a stage several parts of"
-    " the model, ScheduleInterleavedZeroBubble puts off the gradients of the weights."
+    " one batch, and its PipelineStage finds out the shapes itself. Other schedules"
+    " wait less: ScheduleInterleaved1F1B gives a stage several parts of the model, and"
+    " ScheduleInterleavedZeroBubble puts off the gradients of the weights."
 )
 WIDTH, BATCH = 6, 2
 
