@@ -93,7 +93,6 @@ BREAKS = {
     EXPERTS: Break("parameter.grad /= dist.get_world_size()", "pass"),
     FLOAT8: Break('name.startswith("blocks.")', 'name.startswith("layers.")'),
     "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
-    "fsdp_by_hand.py": Break("% self.ranks)) / self.ranks", "% self.ranks))"),
     "global_mean_std.py": Break("dist.all_reduce(squares)", "pass"),
     "huge_eval_outputs.py": Break(
         "gathered[indices] = rows", "gathered[: len(rows)] = rows"
