@@ -13,11 +13,11 @@ class Sharded(nn.Module):
 
     What is counted, for each block: one dist.all_gather_into_tensor in the forward
     pass, one in the backward pass, then one dist.reduce_scatter_tensor, and no other
-    collective. Also the numbers that a rank holds of whole weights: those of one block
-    at a time, none between the passes and none afterwards, nor whole gradients.
-    Autograd holds on to the tensors that it needs for the backward pass, so free their
-    memory: tensor.untyped_storage().resize_(0) does, and resize_(BYTES) gives them new
-    memory.
+    collective. Also what a rank holds of whole weights and gradients: in memory are
+    those of one block, once, while it computes, and none between the two passes and
+    after them. Autograd keeps the tensors that it needs for the backward pass, so free
+    their memory: tensor.untyped_storage().resize_(0) does, and resize_(BYTES) gives
+    them memory again.
     """
 
     def __init__(self, block):

@@ -7,12 +7,13 @@ backward pass:
     stage 1   F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
     stage 2   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-What is counted: the order of the passes, and how many outputs a stage keeps, at most
-one for each stage from this one to the last. Only neighbors exchange something, with
-dist.isend and dist.irecv, of which those that belong together make up one
-dist.batch_isend_irecv. No order of arrival may leave two stages waiting for each other:
-nccl carries out what two ranks exchange in the order of their calls, and one batch at
-once.
+What is counted: the order of the passes, and how many outputs a stage keeps: at most
+one for each stage from this one to the last. Only neighbors exchange something, and
+nothing is sent twice.
+
+On nccl, what two ranks exchange runs in the order of the calls. So two stages that both
+send first wait for each other forever. The operations of one dist.batch_isend_irecv run
+together. The check uses gloo, and finds out what nccl would do.
 """
 
 

@@ -4,9 +4,9 @@
 class ZeRO1:
     """AdamW for weights that are the same on all ranks; no DDP averages the gradients.
 
-    Put all weights into one vector, in their order, and add zeros until its length is
-    divisible by the number of ranks. Rank r updates the r-th piece of it, with a
-    torch.optim.AdamW that knows this piece alone.
+    Put all weights into one vector, in the order of `parameters`, and add zeros until
+    its length is divisible by the number of ranks. Rank r updates the r-th piece of it,
+    with a torch.optim.AdamW that knows this piece alone.
 
     What is counted in a step: one dist.reduce_scatter_tensor of the gradients, one
     dist.all_gather_into_tensor of the new weights, and no other collective. Also the

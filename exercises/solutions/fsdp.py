@@ -33,8 +33,9 @@ class Sharded(nn.Module):
         self.gather()
         outputs = self.block[0](inputs)
         self.free()
-        # called when the gradient of the outputs is there, before the block's backward
-        outputs.register_hook(self.gather)
+        if outputs.requires_grad:  # not under no_grad()
+            # called with the gradient of the outputs, before the block's backward pass
+            outputs.register_hook(self.gather)
         return outputs
 
     @torch.no_grad()
