@@ -89,6 +89,84 @@ MISTAKES = {
         ),
         ('reduction="sum"', 'reduction="mean"', "the gradient is off by"),
     ],
+    "column_row": [
+        (
+            "gradient = gradient.clone()",
+            "pass",
+            "Copy's backward() sums into the gradient that it is given",
+        ),
+        (
+            "        dist.all_reduce(gradient)\n",
+            "",
+            "Copy's backward() returns this rank's gradient",
+        ),
+        (
+            "dist.all_reduce(gradient)",
+            "dist.all_reduce(gradient)\n        gradient /= 3",
+            "returns the mean of the ranks' gradients",
+        ),
+        ("total = part.clone()", "total = part", "Sum's forward() changes the tensor"),
+        (
+            "        return gradient  # total",
+            "        gradient = gradient.clone()\n"
+            "        dist.all_reduce(gradient)\n"
+            "        return gradient  # total",
+            "Sum's backward() sums the gradients",
+        ),
+        (
+            "        part = nn.functional.linear(units, self.weight)\n"
+            "        return Sum.apply(part) + self.bias",
+            "        part = nn.functional.linear(units, self.weight, self.bias)\n"
+            "        return Sum.apply(part)",
+            "y has it 3 times",
+        ),
+        (
+            "return Sum.apply(part) + self.bias",
+            "return Sum.apply(part)",
+            "Row does not add its bias",
+        ),
+        ("[dist.get_rank()].clone()", "[dist.get_rank()]", "clone the part"),
+        (
+            "nn.functional.linear(Copy.apply(inputs), self.weight, self.bias)",
+            "nn.functional.linear(inputs, self.weight, self.bias)",
+            "so it goes through Copy",
+        ),
+        (
+            "mine(linear.weight, dim=0)",
+            "mine(linear.weight, dim=1)",
+            "Column.weight is",
+        ),
+        ("mine(linear.weight, dim=1)", "mine(linear.weight, dim=0)", "Row.weight is"),
+        (
+            "nn.Parameter(linear.bias.detach().clone())",
+            "nn.Parameter(mine(linear.bias, dim=0))",
+            "Row.bias is [3] on rank 0, not [7]",
+        ),
+        (
+            "nn.Parameter(linear.bias.detach().clone())",
+            "linear.bias",
+            "copy it",
+        ),
+        ("[dist.get_rank()].clone()", "[0].clone()", "has not the numbers of its part"),
+        (
+            "return Sum.apply(part) + self.bias",
+            "units = [torch.empty_like(part) for _ in range(3)]\n"
+            "        dist.all_gather(units, part.detach())\n"
+            "        return Sum.apply(part) + self.bias",
+            "the forward pass calls all_gather",
+        ),
+        (
+            "return nn.functional.linear(Copy.apply(inputs), self.weight, self.bias)",
+            "halves = [Copy.apply(half) @ self.weight.T for half in inputs.chunk(2)]\n"
+            "        return torch.cat(halves) + self.bias",
+            "the backward pass has all-reduces of [10, 10] numbers",
+        ),
+        (
+            "return Sum.apply(part) + self.bias",
+            "dist.all_reduce(part)\n        return part + self.bias",
+            "y does not go through Sum",
+        ),
+    ],
     "ddp": [
         (
             "dist.broadcast(weight.data, src=0)",
@@ -238,6 +316,225 @@ MISTAKES = {
         ("sums[2] += len(targets)", "sums[2] += 1", "rank 0: the loss is "),
         ("len(targets)", "inputs.numel()", "rank 0: the loss is "),
     ],
+    "fsdp": [
+        (
+            "        outputs = self.block[0](inputs)\n        self.free()\n",
+            "        outputs = self.block[0](inputs)\n",
+            "resize the storages of other blocks",
+        ),
+        (
+            "            weight.grad = None\n        self.free()\n",
+            "            weight.grad = None\n",
+            "of the blocks after it",
+        ),
+        (
+            "            weight.grad = None\n        self.free()\n",
+            "            pass\n        self.free()\n",
+            "holds",
+        ),
+        (
+            " / self.ranks\n        self.piece.grad",
+            "\n        self.piece.grad",
+            "divide",
+        ),
+        ("outputs.register_hook(self.gather)", "pass", "gather before it"),
+        (
+            "            weight.untyped_storage().resize_(weight.numel()"
+            " * weight.element_size())\n"
+            "            weight.data.copy_(values.view_as(weight))  #"
+            " .data: autograd need not know",
+            "            weight.data = values.view_as(weight)",
+            "resize the storage that the weight had in the forward pass",
+        ),
+        (
+            "values, whole = whole.tensor_split([weight.numel()])",
+            "shape = self.shapes[weight]\n"
+            "            values, whole = whole.tensor_split([shape.numel()])",
+            "weight.untyped_storage().resize_(weight.numel() * weight.element_size())",
+            "weight.data = values.view(shape)",
+            "weight.data.copy_(values.view_as(weight))",
+            "",
+            "def free(self):\n",
+            "def free(self):\n"
+            "        self.shapes = {weight: weight.shape for weight in self.weights}\n",
+            "weight.untyped_storage().resize_(0)",
+            "weight.data = weight.new_empty(0)",
+            "because autograd keeps their tensors",
+        ),
+        (
+            "self.block = [block]",
+            "self.block = nn.ModuleList([block])",
+            "has 5 parameters",
+        ),
+        ("chunk(self.ranks)\n", "chunk(self.ranks)[::-1]\n", "numbers of piece 0"),
+        ("[dist.get_rank()].clone()", "[dist.get_rank()]", "clone it"),
+        (
+            "        dist.reduce_scatter_tensor(self.piece.grad, gradients)",
+            "        dist.all_reduce(gradients)\n"
+            "        self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "by an all-reduce in the backward pass",
+        ),
+        (
+            "        dist.reduce_scatter_tensor(self.piece.grad, gradients)",
+            "        self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "calls 0 reduce-scatters, not 3",
+        ),
+        (
+            "        self.waiting = len(self.weights)\n        gradients",
+            "        gradients",
+            "calls",
+        ),
+        (
+            "        self.free()\n\n    def flat",
+            "\n    def flat",
+            "free them in __init__()",
+        ),
+        (
+            "        self.gather()\n        outputs",
+            "        self.gather()\n        self.gather()\n        outputs",
+            "calls 6 all-gathers, not 3",
+        ),
+    ],
+    "pipeline": [
+        (
+            "ahead = min(stages - 1 - stage, count)",
+            "ahead = count",
+            "7 are in flight at once, not 3",
+        ),
+        (
+            "ahead = min(stages - 1 - stage, count)",
+            "ahead = min(stages - stage, count)",
+            "4 are in flight at once, not 3",
+        ),
+        (
+            "ahead = min(stages - 1 - stage, count)",
+            "ahead = min(max(stages - 2 - stage, 0), count)",
+            "the order is F0 F1 B0",
+        ),
+        (
+            "ahead = min(stages - 1 - stage, count)",
+            "ahead = stages - 1 - stage",
+            "StopIteration",
+        ),
+        (
+            " / count  # the",
+            "  # the",
+            "the sum over the micro-batches, not their mean",
+        ),
+        (
+            "    for work in dist.batch_isend_irecv(operations):\n        work.wait()",
+            "    works = [each.op(each.tensor, each.peer) for each in operations]\n"
+            "    for work in works:\n        work.wait()",
+            "with nccl, the stages wait for each other forever",
+        ),
+        (
+            "    for work in dist.batch_isend_irecv(operations):\n        work.wait()",
+            "    for each in operations:\n"
+            "        name = each.op.__name__.removeprefix('i')\n"
+            "        getattr(dist, name)(each.tensor, each.peer)",
+            "do all ranks make the same calls",
+        ),
+        (
+            "    for work in dist.batch_isend_irecv(operations):\n        work.wait()",
+            "    dist.batch_isend_irecv(operations)",
+            "times wait()",
+        ),
+        ("x, y = kept.popleft()", "x, y = kept.pop()", "the order is F0 F1 F2 B2"),
+        (
+            "kept.append((x, y))",
+            "kept.append((x, y))\n"
+            "        part.outputs_of_all = [*getattr(part, 'outputs_of_all', []), y]",
+            "outputs are still there",
+        ),
+        ("else x.requires_grad_()", "else x", "wait in"),
+        (
+            "        y.backward(gradient)",
+            "        part.zero_grad()\n        y.backward(gradient)",
+            "the gradients are off",
+        ),
+        (
+            "        return x.grad\n",
+            "        dist.barrier()\n        return x.grad\n",
+            "waits in barrier",
+        ),
+    ],
+    "resume": [
+        (
+            "    dist.barrier()  # otherwise rank 0 publishes a folder to which others"
+            " still write\n",
+            "",
+            "checkpoint",  # who is first, decides what is found
+        ),
+        (
+            'folder / f"unfinished-{step}"  #',
+            'folder / f"step-{step:09}"  #',
+            "after rank 1 was killed while it saved step 12, load() begins with half",
+        ),
+        (
+            'f"step-{step:09}"',
+            'f"step-{step}"',
+            "is of step 10; does it sort names as text",
+        ),
+        (
+            'latest[0] / f"random-{dist.get_rank()}.pt"',
+            'latest[0] / "random-0.pt"',
+            "load() gives rank 1 the random numbers of rank 0",
+        ),
+        (
+            'unfinished / f"random-{dist.get_rank()}.pt"',
+            'unfinished / "random-0.pt"',
+            "random",
+        ),
+        (
+            '    optimizer.load_state_dict(state["optimizer"])\n',
+            "",
+            "rank 0 does not have the optimizer's state of step 10",
+        ),
+        (
+            '    scheduler.load_state_dict(state["scheduler"])\n',
+            "",
+            "rank 0 does not have the scheduler's state of step 10",
+        ),
+        (
+            '    model.load_state_dict(state["model"])\n',
+            "",
+            "rank 0 does not have the weights of step 10",
+        ),
+        (
+            "    torch.set_rng_state(random)\n",
+            "",
+            "rank 0 does not have the random numbers of step 10",
+        ),
+        (
+            '    return state["step"]',
+            '    return state["step"] + 1',
+            "load() returns 11",
+        ),
+        (
+            "    if latest[0] is None:\n        return 0\n",
+            "",
+            "load",
+        ),
+        (
+            "    if dist.get_rank() == 0:  # the rest is the same on all ranks:"
+            " one copy is enough",
+            "    for _ in range(1):",
+            "what is the same on all ranks is written by one",
+        ),
+        (
+            "    unfinished.mkdir(",
+            '    for old in folder.glob("step-*"):\n'
+            "        if dist.get_rank() == 0:\n"
+            '            old.rename(folder / f"old-{old.name}")\n'
+            "    unfinished.mkdir(",
+            "load() returns 0, but the latest complete checkpoint is of step 10",
+        ),
+        (
+            '            "step": step,\n',
+            '            "step": step, "random": torch.rand(1),\n',
+            "save() changes the random numbers on rank 0",
+        ),
+    ],
     "ring": [
         (
             "    rank, n = ",
@@ -322,6 +619,76 @@ MISTAKES = {
         ),
         ("len(dataset)", "sum(1 for _ in dataset)", "sample 0 is read"),
     ],
+    "zero1": [
+        (
+            "torch.optim.AdamW([self.piece], **options)",
+            "torch.optim.AdamW(self.weights, **options)",
+            "keeps state for all 170 weights: give it only its piece",
+        ),
+        ("nn.Parameter(piece.clone())", "nn.Parameter(piece)", "vector of 171 numbers"),
+        (
+            " / self.ranks\n        self.piece.grad",
+            "\n        self.piece.grad",
+            "divide",
+        ),
+        (
+            "dist.reduce_scatter_tensor(self.piece.grad, gradients)",
+            "dist.all_reduce(gradients)\n"
+            "        self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "sum of 171 numbers by an all-reduce",
+        ),
+        (
+            "self.piece.grad = torch.empty_like(self.piece)\n"
+            "        dist.reduce_scatter_tensor(self.piece.grad, gradients)",
+            "self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "no reduce-scatter",
+        ),
+        (
+            "dist.all_gather_into_tensor(whole, self.piece)",
+            "whole.chunk(self.ranks)[dist.get_rank()].copy_(self.piece)",
+            "no all-gather",
+        ),
+        (
+            "weight.copy_(new.view_as(weight))",
+            "weight = new.view_as(weight)",
+            "still the old ones",
+        ),
+        (
+            "        self.optimizer.step()",
+            "        self.optimizer.state.clear()\n        self.optimizer.step()",
+            "keep its state between two steps",
+        ),
+        (
+            "        for weight in self.weights:\n            weight.grad = None",
+            "        self.optimizer.zero_grad()",
+            "after zero_grad() the model's weights",
+        ),
+        (
+            "whole = gradients  #",
+            "dist.barrier()\n        whole = gradients  #",
+            "also calls barrier",
+        ),
+        (
+            "torch.optim.AdamW([self.piece]",
+            "torch.optim.Adam([self.piece]",
+            "the optimizer is Adam",
+        ),
+        (
+            "chunk(self.ranks)[dist.get_rank()]",
+            "chunk(self.ranks)[0]",
+            "rank 1's optimizer updates other numbers than piece 1",
+        ),
+        (
+            "nn.functional.pad(vector, (0, -len(vector) % self.ranks))",
+            "vector",
+            "reduce_scatter_tensor",
+        ),
+        (
+            "self.weights = list(parameters)",
+            "self.weights = list(parameters)[::-1]",
+            "other numbers than piece 0 of the weights",
+        ),
+    ],
 }
 # {what an answer does when it is loaded: what the check says of it}
 ODD = {
@@ -356,7 +723,7 @@ def run(tmp_path):
 
 
 def test_each_piece_has_all_its_files():
-    assert len(PIECES) == 5
+    assert len(PIECES) == 10
     for folder in ("checks", "solutions"):
         names = {path.stem for path in (FOLDER / folder).glob("*.py")} - {"__init__"}
         assert names == {*PIECES}

@@ -99,6 +99,7 @@ class Holding(Recording):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(operation, types, args, kwargs)
+        self.works.clear()  # they keep their tensors
         for each in filter(torch.is_tensor, tree_leaves(result)):
             self.remember(each)
         return result

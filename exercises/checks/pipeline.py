@@ -98,7 +98,7 @@ class Exchanges(Recording):
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         for event in self.events[before:]:
             if event.name in ("send", "recv"):
-                self.note(event.name, next(each for each in args if type(each) is int))
+                self.note(event.name, event.peer)
         return result
 
     def note(self, name, neighbor):
