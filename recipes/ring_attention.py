@@ -17,9 +17,10 @@ Position embeddings and RoPE take a token's position in the whole sequence. The 
 are shifted before they are split, because the next token can be on another rank. The
 loss is a sum over a rank's tokens, divided by the number of tokens on all ranks, and
 the gradients of the weights are summed over the ranks; DDP averages them, so multiply
-the loss by the number of ranks. torch has a prototype of its own for the fused
-attention of GPUs, `torch.distributed.tensor.experimental.context_parallel`. It was not
-tried on GPUs here. On a CPU it fails: "Operator
+the loss by the number of ranks. If the ranks can divide the heads, ulysses.py sends
+less, and keeps attention as it is. torch has a prototype for the attention of GPUs,
+`torch.distributed.tensor.experimental.context_parallel`, which was not tried on GPUs
+here. On a CPU it fails: "Operator
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding
 strategy registered." (torch 2.14 and 2.15).
 
@@ -27,8 +28,8 @@ $ torchrun --standalone --nproc-per-node=2 recipes/ring_attention.py
 contiguous: query-key pairs per rank [300, 876], scores computed [576, 1152]
 zigzag: query-key pairs per rank [588, 588], scores computed [864, 864]
 output and gradients of q, k and v: within 1e-10 of one process's
-keys and values on a rank: at most 98304 of 98304 bytes, 2 of 2 blocks
-sent by a rank: 49152 bytes in forward, 147456 in backward, 1 and 3 blocks
+keys and values on a rank: at most 147456 of 147456 bytes, 2 of 2 blocks
+sent by a rank: 73728 bytes in forward, 221184 in backward, 1 and 3 blocks
 gradients of a language model's weights: within 1e-10 of one process's
 """
 
@@ -183,7 +184,7 @@ def ring_attention(q, k, v, positions):
 
 
 # ---- the proof -----------------------------------------------------------------------
-BATCH, HEADS, LENGTH, SIZE, VOCABULARY = 2, 4, 48, 16, 32
+BATCH, HEADS, LENGTH, SIZE, VOCABULARY = 2, 6, 48, 16, 32
 
 
 class Traffic(TorchDispatchMode):

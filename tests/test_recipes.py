@@ -32,6 +32,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 DEBUGGER = "debug_one_rank.py"
 COMPILED = "torch_compile_fsdp.py"  # compiles C++
 RING = "ring_attention.py"
+ULYSSES = "ulysses.py"
 PROMPT = "(Pdb) "
 TWO_PROCESSES = "--standalone --nproc-per-node=2"
 EXPERTS = "expert_parallel.py"
@@ -48,7 +49,6 @@ SAME_ON_THREE = ("debug_one_rank.py", "torch_compile_fsdp.py")
 # {recipe: [(what differs between runs and goes to standard error, how often)]}
 MEASURED = {
     "comm_hook_bf16.py": [(r"differences: \d\.\de-\d+ \d\.\de-\d+\n", 1)],
-    "prefetcher.py": [(r"a step's wait for its batch: (?:[\d.]+ ms|no GPU)\n", 4)],
     "profile_step.py": [(r"hidden: \d+% of the time\n", 2)],
     RING: [(r"differences up to \d\.\de[+-]\d+\n", 1)],
     "torch_compile_fsdp.py": [
@@ -116,7 +116,6 @@ BREAKS = {
     "parts_not_used_fsdp.py": Break(
         "    model.set_reduce_scatter_unused_params(True)\n", ""
     ),
-    "prefetcher.py": Break("yield wait_for(*before)\n\n", "pass\n\n"),
     "profile_step.py": Break("bucket_cap_mb=bucket_cap_mb", "bucket_cap_mb=25"),
     "rank0_prepares_data.py": Break(
         "dist.barrier(patient_group)", "pass", "FileNotFoundError"
@@ -131,6 +130,7 @@ BREAKS = {
         "fully_shard(block)",
     ),
     "two_networks.py": Break("discriminator.requires_grad_(not freeze)", "pass"),
+    ULYSSES: Break(" * dist.get_world_size()  # which", "  # which"),
     "unequal_gpus.py": Break(" * dist.get_world_size() / ", " / "),
     GENERATOR: Break(
         "(tensor, first, group=link)\n    return",
@@ -143,6 +143,8 @@ BREAKS = {
 # [(recipe, another Break)]
 MORE_BREAKS = [
     (EXPERTS, Break("dist.all_reduce(square)", "pass")),
+    # each rank's tokens in turn, as if the sequence were dealt out
+    (ULYSSES, Break("parts.movedim(0, join)", "parts.movedim(0, join + 1)")),
     # the causal mask, made from positions that each rank counts from 0
     (RING, Break("positions[dist.get_rank()], positions[source]", "positions[[0, 0]]")),
     # the gradient of a block stays with the rank that was the last to add to it
@@ -331,6 +333,15 @@ def test_ring_attention_holds_three_blocks_at_most(processes, blocks, tmp_path, 
         pytest.skip("not enough GPUs")
     done = run(RING, tmp_path, device, processes)
     assert f"bytes, {blocks} of {processes} blocks\n" in done.stdout
+
+
+@pytest.mark.release
+def test_four_ranks_share_two_batches_of_sequences(tmp_path, device):
+    """Six heads cannot be divided by four, so two ranks share a sequence."""
+    if counts(device)[-1] < 4:
+        pytest.skip("not enough GPUs")
+    done = run(ULYSSES, tmp_path, device, 4)
+    assert_shows(done, docstring(ULYSSES)[-1])  # with the bytes of two ranks
 
 
 @pytest.mark.release
