@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is kept for backward, and what it costs.
+"""Activation checkpointing, also in host memory: what is kept, and what it costs.
 
 torchrun --standalone --nproc-per-node=2 12_fsdp/demos/activation_step.py
 """
@@ -7,11 +7,14 @@ import gc
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.gpt import GPT
 
 TOKENS = torch.arange(128).view(4, 32)
+
+
+# ---- to copy -------------------------------------------------------------------------
+def offload_block(block):
+    """Keep what backward needs of a block in host memory."""
+    forward, pin_memory = block.forward, torch.cuda.is_available()
+
+    def forward_and_offload(*inputs):
+        with save_on_cpu(pin_memory):
+            return forward(*inputs)
+
+    block.forward = forward_and_offload
 
 
 # ---- on one process ------------------------------------------------------------------
@@ -58,6 +73,19 @@ def kept_for_backward(model):
     return len(kept), sum(storage.nbytes() for storage in kept.values())
 
 
+def moved_to_host(model):
+    """Go forward; return the bytes that save_on_cpu moves, counted without a GPU."""
+    sizes = []
+
+    def cpu(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with mock.patch.object(torch.Tensor, "cpu", cpu):
+        get_loss(model)
+    return sum(sizes)
+
+
 # ---- on several ----------------------------------------------------------------------
 class Checkpointed(nn.Module):
     """A checkpoint around a module, whose call is what is checkpointed."""
@@ -89,7 +117,20 @@ def around_the_block(block, mesh):
     return Checkpointed(block)
 
 
+def offload(block, mesh):
+    checkpoint_block(block)
+    offload_block(block)
+    fully_shard(block, mesh=mesh)
+
+
+def offload_policy(block, mesh):
+    checkpoint_block(block)
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    fully_shard(block, mesh=mesh, offload_policy=policy)
+
+
 ORDERS = (without, before_fully_shard, after_fully_shard, around_the_block)
+ORDERS += (offload, offload_policy)
 
 
 def main():
@@ -116,7 +157,7 @@ def main():
         weights = [shard.to_local() for shard in get_model_state_dict(model).values()]
         first = first or weights
         assert all(one.equal(other) for one, other in zip(first, weights, strict=True))
-    log("after 3 steps, the four models have the same weights, bit for bit")
+    log("after 3 steps, the models have the same weights, bit for bit")
 
 
 def count_calls(block, calls):
