@@ -2,6 +2,8 @@
 
 import difflib
 import importlib.util
+import itertools
+import linecache
 import os
 import re
 import runpy
@@ -9,6 +11,7 @@ import shlex
 import subprocess
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from nbtools import harness
@@ -63,10 +66,36 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
     hung = done.returncode == "hung"
     if hung or bool(done.returncode) != fails:
-        nothing = f"did nothing for {seconds} s"
+        nothing = f"it hangs: it did nothing for {seconds} s"
         ended = nothing if hung else f"exit code {done.returncode}"
-        raise harness.CommandError(f"{ended}: {command}\n{done.stderr}")
+        error = harness.CommandError(f"{ended}: {command}\n{done.stderr}")
+        error.reason = ended if hung else own_error(done.stderr) or ended
+        raise error
     return done
+
+
+def own_error(text):
+    """Return the error of the rank that failed first, and the line that raised it.
+
+    text: what a command printed to standard error. A rank that has lost its connection
+    is there because of another one. Without a traceback it is the last line that is not
+    torchrun's, or nothing.
+    """
+    found, where = [], {}
+    for line in text.splitlines():
+        rank, line = re.fullmatch(r"(?:\[rank(\d+)\]: ?)?(.*)", line).groups()
+        place = re.match(r'  File "(.*)", line (\d+)', line)
+        if place and not re.search("site-packages|/lib/python|^<", place[1]):
+            where[rank] = f"{Path(place[1]).name}, line {place[2]}: "
+        elif where.get(rank, "").endswith(": ") and line.startswith("    "):
+            where[rank] += line.strip()
+        elif re.match(r"(\w+\.)*\w+(Error|Exception)\b", line) and where.get(rank):
+            prefix = f"rank {rank}: " if rank else ""
+            found.append(f"{prefix}{line} ({where[rank].removesuffix(': ')})")
+    lost = re.compile("connection|timed out|timeout|peer|socket", re.IGNORECASE)
+    found.sort(key=lambda each: bool(lost.search(each)))
+    before, *_ = re.split(r"^(?:[EW]\d{4} |Traceback)", text, flags=re.MULTILINE)
+    return (found or before.strip().splitlines()[-1:] or [""])[0]
 
 
 class MissingPackageError(ImportError):
@@ -179,13 +208,50 @@ def solution(stage, name):
 
 
 def check(exercise):
-    """Run a function that asserts what an exercise asks for; print if it is solved."""
+    """Run a function that asserts what an exercise asks for, and print if it is solved.
+
+    If it is not, this prints what the assertion says. Of another error it also prints
+    the line of the answer that raised it, and of a command that failed the rank's own
+    error. If it is solved, the comment on top of the solution says why.
+    """
     try:
         exercise()
+    except harness.CommandError as error:
+        print(f"Not solved yet: {error.reason}")
+    except AssertionError as error:
+        print(f"Not solved yet: {first_line(error)}")
     except Exception as error:  # whatever a half-written answer raises
-        reason = str(error).partition("\n")[0]
-        if not isinstance(error, AssertionError):
-            reason = f"{type(error).__name__}: {reason}"
-        print(f"Not solved yet: {reason}")
+        kind, line = type(error).__name__, line_of_answer(error, exercise)
+        print(f"Not solved yet: {kind}: {first_line(error)}{line}")
     else:
-        print("Solved.")
+        print(f"Solved. {reason(exercise.__name__)}".rstrip())
+
+
+def first_line(error):
+    return str(error).partition("\n")[0]
+
+
+def line_of_answer(error, exercise):
+    """Return the last line of an answer on the way to an error, or nothing.
+
+    The answer is in the same notebook as the function that checks it, in another cell.
+    """
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        is_here = frame.f_globals is exercise.__globals__
+        if is_here and file != exercise.__code__.co_filename:
+            source = linecache.getline(file, number).strip()
+            found = f" (line {number}: {source})"
+    return found
+
+
+def reason(name):
+    """Return the comment on top of a solution in this folder, or nothing.
+
+    name: of the function that checks it, such as exercise_1.
+    """
+    file, banner = Path("solutions.py"), f"# ---- {name.replace('_', ' ')} -"
+    _, _, rest = (file.read_text() if file.exists() else "").partition(banner)
+    lines = itertools.takewhile(lambda x: x.startswith("# "), rest.splitlines()[1:])
+    return " ".join(line.removeprefix("# ") for line in lines)

@@ -1,5 +1,8 @@
 """nbtools shows a command as it runs it, and fails when the command fails."""
 
+import linecache
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -105,6 +108,74 @@ def test_a_command_has_a_limit_only_while_it_does_nothing(forks, work, tmp_path)
     script.write_text(f"import time\n{work}time.sleep(3600)\n")
     done = harness.run(command, code=None, seconds=3, forks=forks)
     assert done.returncode == "hung"
+
+
+# ---- what a check says ---------------------------------------------------------------
+def say(answer, check, capsys):
+    """Return what a check prints after an answer, as two cells of a notebook."""
+    shared = {"lesson": lesson}
+    for name, source in (("answer", answer), ("check", check)):
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        exec(compile(source, name, "exec"), shared)
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_check_names_the_line_of_the_answer_that_raised_an_error(capsys):
+    """Not its own lines, and not those of what the answer calls."""
+    answer = "import json\n\n\ndef half(n):\n    n = json.loads(n)\n    return n / 0\n"
+    check = "@lesson.check\ndef exercise_1():\n    half({})\n"
+    wrong = "Not solved yet: {} (line {}: {})"
+    said = say(answer, check.format("'1'"), capsys)
+    assert said == wrong.format(
+        "ZeroDivisionError: division by zero", 6, "return n / 0"
+    )
+    said = say(answer, check.format("'x'"), capsys)
+    assert "JSONDecodeError: Expecting" in said
+    assert said.endswith(" (line 5: n = json.loads(n))")
+    said = say(answer, check.replace("half({})", "1 / 0"), capsys)
+    assert said == "Not solved yet: ZeroDivisionError: division by zero"
+    said = say(answer, check.replace("half({})", "assert not half, 'none'"), capsys)
+    assert said == "Not solved yet: none"
+
+
+@pytest.mark.parametrize("forks", [None, "all"])
+def test_a_check_says_why_a_command_failed(forks, capsys, tmp_path, monkeypatch):
+    """The error of the rank that failed, not of one that waited for it."""
+    monkeypatch.setattr(lesson, "FORKS", forks)
+    script = tmp_path / "script.py"
+    run = f"lesson.run('torchrun --standalone --nproc-per-node=2 {script}', seconds=0)"
+    check = f"@lesson.check\ndef exercise_1():\n    {run}\n"
+    lines = [
+        "import torch.distributed as dist",
+        "dist.init_process_group('gloo')",
+        "if dist.get_rank() == 1:",
+        "    raise ValueError('its reason')",
+        "dist.barrier()",
+    ]
+    script.write_text("\n".join(lines))
+    source = "script.py, line 4: raise ValueError('its reason')"
+    said = say("", check.replace(", seconds=0", ""), capsys)
+    assert said == f"Not solved yet: rank 1: ValueError: its reason ({source})"
+    script.write_text("import sys\nsys.exit('its reason')\n")
+    said = say("", check.replace(", seconds=0", ""), capsys)
+    assert said == "Not solved yet: its reason"
+    script.write_text("import time\ntime.sleep(3600)\n")
+    said = say("", check, capsys)
+    assert said.startswith("Not solved yet: it hangs: it did nothing for 0 s")
+
+
+def test_a_check_says_why_a_solution_is_right(capsys, tmp_path, monkeypatch):
+    """From the comment on top of it, in the notebook's folder."""
+    monkeypatch.chdir(tmp_path)
+    check = "@lesson.check\ndef {}():\n    pass\n"
+    assert say("", check.format("exercise_1"), capsys) == "Solved."
+    Path("solutions.py").write_text(
+        "# ---- exercise 1 -----\n# One\n# two.\na = 1  # x\n# three\n\n\n"
+        "# ---- other exercise 1 -----\n# Four.\n"
+    )
+    assert say("", check.format("exercise_1"), capsys) == "Solved. One two."
+    assert say("", check.format("other_exercise_1"), capsys) == "Solved. Four."
+    assert say("", check.format("exercise_2"), capsys) == "Solved."
 
 
 def test_whatever_ends_run_ends_what_it_started(monkeypatch):
