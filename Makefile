@@ -87,7 +87,7 @@ check: $(INSTALLED)
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m pytest -q -m "not slow and not long" \
-	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py symptoms.py translation.py) \
+	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py translation.py) \
 	  || failed=1; \
 	exit $$failed
 

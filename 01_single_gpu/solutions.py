@@ -13,6 +13,8 @@ changes = {
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# Every rank shuffles all images in the same order, by seed + epoch, and takes every
+# world_size-th of them from its own number on.
 def first_batch(n, seed, epoch, batch_size, rank, world_size):
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(n, generator=generator).tolist()

@@ -4,14 +4,16 @@ from torch import nn
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
-# torch.nn.modules.utils has consume_prefix_in_state_dict_if_present, which changes the
-# dict itself.
+# Only a prefix at the start goes. lstrip would remove letters: module.embedding would
+# become bedding. torch.nn.modules.utils has consume_prefix_in_state_dict_if_present,
+# which changes the dict itself.
 def without_prefix(state_dict):
     return {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
-# A loss per image, not the part's mean: then the mean of all is that of the batch.
+# A loss per image, not the part's mean: then the mean of all is that of the batch, and
+# an image in the smaller part counts as much as the others.
 class WithLoss(nn.Module):
     def __init__(self, model):
         super().__init__()

@@ -5,6 +5,8 @@ from torch import nn
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
+# Autocast is around the network alone. Inside, also the product of two float32 tensors
+# would be computed in bfloat16.
 def contrastive_loss(network, images, texts):
     with torch.autocast(images.device.type, torch.bfloat16):
         first, second = network(images), network(texts)
@@ -13,9 +15,18 @@ def contrastive_loss(network, images, texts):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# Autocast converts what is in its lists: matrix products to bfloat16, losses to
+# float32. All else computes in the types that it gets.
 answers = {
     "x @ w": "bfloat16",
-    "x + w": "float32",  # in no list, so it computes in the type that it gets
+    "x + w": "float32",
     "x @ w + x": "float32",  # bfloat16 + float32
     "loss of x @ w": "float32",
 }
+
+
+# ---- fp16 exercise 1 -----------------------------------------------------------------
+# Clipping saw gradients that were multiplied by the scale, so it made all of them too
+# small. unscale_ divides them first, and step does not do it again.
+bug = "    nn.utils.clip_grad_norm_("
+repair = f"    scaler.unscale_(optimizer)\n{bug}"

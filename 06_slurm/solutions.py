@@ -8,6 +8,7 @@ predicted = [0, 0, 0, 0]
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# Slurm counts per node: 4 nodes with 2 GPUs, 2 processes and 2 x 16 cores each.
 # --batch-size is the global batch, so it stays.
 command = (
     "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=16"

@@ -4,6 +4,8 @@ from torch import nn
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
+# It is the smallest number that divides the local batch and whose micro-batches fit. A
+# loop over powers of two misses 3.
 def steps_needed(batch_size, processes, room):
     local_batch_size = batch_size // processes
     for n in range(1, local_batch_size + 1):
@@ -12,13 +14,10 @@ def steps_needed(batch_size, processes, room):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# Each backward pass frees its micro-batch, and adds to .grad. A micro-batch weighs as
+# much as it has samples, because the last ones can be smaller.
 def backward(model, inputs, targets, n):
     split = inputs.tensor_split(n), targets.tensor_split(n)
     for some, labels in zip(*split, strict=True):
         loss = nn.functional.cross_entropy(model(some), labels)
         (loss * len(labels) / len(targets)).backward()
-
-
-# ---- exercise 3 ----------------------------------------------------------------------
-loss_per_token = (10 * 1 + 30 * 2) / 40
-mean_of_means = (1 + 2) / 2

@@ -4,6 +4,9 @@ import torch
 
 
 # ---- exercise 1 ----------------------------------------------------------------------
+# All that changes from step to step is saved, also the state of the random generator.
+# The file gets its name when it is complete, so a save that is killed leaves the last
+# checkpoint as it was.
 def save(run, path):
     state = {
         "model": run.model.state_dict(),
@@ -14,7 +17,7 @@ def save(run, path):
     }
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
-    temporary.replace(path)  # otherwise a kill here destroys the last checkpoint
+    temporary.replace(path)
 
 
 def resume(run, path):
@@ -26,6 +29,8 @@ def resume(run, path):
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# A run repeats its bits if it makes the same sums of the same numbers. Other shards, or
+# micro-batches, add up in another order.
 predictions = {
     # One process adds up the gradients of 48 images in another order than two.
     "1 process": "the same up to rounding",

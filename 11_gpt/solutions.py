@@ -3,14 +3,10 @@
 import torch
 from torch import nn
 
+
 # ---- exercise 1 ----------------------------------------------------------------------
-# Weights, gradients, buckets, and two running averages: 5 times 4 bytes a parameter.
-# Each GPU holds all of that, however many there are.
-gb_with_8 = 20
-gb_with_16 = 20
-
-
-# ---- exercise 2 ----------------------------------------------------------------------
+# Logits up to a position must not change when the tokens after it do. Every position is
+# tried, because a leak can be at one of them, and rounding is allowed.
 def looks_ahead(model, tokens):
     logits = model(tokens)
     for n in range(1, tokens.size(1)):
@@ -21,7 +17,9 @@ def looks_ahead(model, tokens):
     return False
 
 
-# ---- exercise 3 ----------------------------------------------------------------------
+# ---- exercise 2 ----------------------------------------------------------------------
+# The sum over this micro-batch, divided by all tokens that count. DDP divides by the
+# processes, so it is multiplied by them first.
 def token_loss(logits, targets, all_tokens, processes):
     logits, targets = logits.flatten(0, 1), targets.flatten()
     loss = nn.functional.cross_entropy(logits, targets, reduction="sum")

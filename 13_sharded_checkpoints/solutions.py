@@ -6,20 +6,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
+
 # ---- exercise 1 ----------------------------------------------------------------------
-# Weights and two running averages, but no gradients: 3 times 4 bytes a parameter.
-gb_on_rank_0 = 12
-gb_in_a_file = 12 / 8
-
-
-# ---- exercise 2 ----------------------------------------------------------------------
+# A rank reads every file that has one of its rows, also those between the first and the
+# last. torch.chunk rounds the rows of a shard up.
 def files_to_read(rows, writers, readers, rank):
     written, read = math.ceil(rows / writers), math.ceil(rows / readers)
     mine = range(rank * read, min((rank + 1) * read, rows))
     return {row // written for row in mine}
 
 
-# ---- exercise 3 ----------------------------------------------------------------------
+# ---- exercise 2 ----------------------------------------------------------------------
+# DCP loads tensors in place, and set_state_dict gives the optimizer the rest, such as
+# its learning rate. Only a complete folder gets its name.
 def save(model, optimizer, folder):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}

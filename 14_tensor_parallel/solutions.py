@@ -6,12 +6,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 # ---- exercise 1 ----------------------------------------------------------------------
-same_samples = {4, 5, 6, 7}  # the tp group: neighbors
-exchange_weights = {1, 5, 9, 13}  # the dp group: every fourth rank
-samples = 64 // 4  # there are four tp groups
+# The tp group are neighbors, and the dp group is every fourth rank. There are four tp
+# groups, which share the batch.
+same_samples = {4, 5, 6, 7}
+exchange_weights = {1, 5, 9, 13}
+samples = 64 // 4
 
 
 # ---- exercise 2 ----------------------------------------------------------------------
+# A layer that gets the same input on all ranks is split by columns. One that gets what
+# is split adds up its parts: one all-reduce for the attention, and one for the MLP.
 def plan_for_llama():
     first = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     plan = {name: ColwiseParallel() for name in first}
@@ -19,23 +23,31 @@ def plan_for_llama():
 
 
 # ---- exercise 3 ----------------------------------------------------------------------
+# The first dimension of the mesh copies, the last one shards: neighboring ranks, which
+# are in one machine.
 def shard(model):
-    """Shard over the ranks of a machine, and copy across machines."""
     per_machine = 8
     shape = (dist.get_world_size() // per_machine, per_machine)
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
     fully_shard(model, mesh=mesh)
 
 
-# ---- pipeline_parallel.ipynb, exercise 1 ---------------------------------------------
+# ---- pipeline exercise 1 -------------------------------------------------------------
 # 7 / (m + 7) is at most 1 / 10 if m + 7 is at least 70.
 pipeline_micro_batches = 63
 
 
-# ---- pipeline_parallel.ipynb, exercise 2 ---------------------------------------------
+# ---- pipeline exercise 2 -------------------------------------------------------------
+# GPipe does all forward passes first. 1F1B begins with as many as there are processes
+# from this one to the end, and then frees one before it takes the next.
 def pipeline_in_flight(schedule, processes, micro_batches, rank):
     if schedule == "gpipe":
         return micro_batches
-    # A process begins with as many forward passes as there are processes from it to the
-    # end. Then one more backward pass is done before each forward pass.
     return processes - rank
+
+
+# ---- mistakes exercise 1 -------------------------------------------------------------
+# All ranks are one tp group, which works on the same samples: there is nothing for a
+# sampler to deal out. It deals out among dp groups.
+bug = "batch_size=12 // world_size, sampler=sampler"
+repair = "batch_size=12"

@@ -14,6 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+
 from nbtools import harness
 from nbtools.sections import ROOT
 from nbtools.sections import sections
@@ -21,6 +23,7 @@ from nbtools.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
 # Seconds for which a command may do nothing. The longest of these waits for a timeout.
 IDLE = 60
+PATIENCE = 10  # the same for programs of an exercise, which do not wait for one
 
 # A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
 _scratch = tempfile.TemporaryDirectory()
@@ -44,9 +47,10 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     the two folders.
 
     Raises harness.CommandError, with what it printed to standard error, if the child
-    fails, or with `fails=True` if it does not, and if it does nothing for so many
-    `seconds`: it neither prints nor computes, because its ranks wait for each other.
-    Whatever ends this call also ends the child and the processes that it started.
+    fails, or with `fails=True` if it does not; with `fails=None` it may do either. It
+    also raises if the child does nothing for so many `seconds`: it neither prints nor
+    computes, because its ranks wait for each other. Whatever ends this call also ends
+    the child and the processes that it started.
     """
     print(f"$ {command}", flush=True)
     words = shlex.split(command.replace("\\\n", " "))
@@ -65,7 +69,7 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
         print("".join(sorted(lines)), end="", flush=True)
     done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
     hung = done.returncode == "hung"
-    if hung or bool(done.returncode) != fails:
+    if hung or fails is not None and bool(done.returncode) != fails:
         nothing = f"it hangs: it did nothing for {seconds} s"
         ended = nothing if hung else f"exit code {done.returncode}"
         error = harness.CommandError(f"{ended}: {command}\n{done.stderr}")
@@ -225,6 +229,64 @@ def check(exercise):
         print(f"Not solved yet: {kind}: {first_line(error)}{line}")
     else:
         print(f"Solved. {reason(exercise.__name__)}".rstrip())
+
+
+def assert_repaired(program, original, flags=("", ""), tolerance=1e-5, check=True):
+    """Assert that a repaired program trains on two ranks as the original does on one.
+
+    Both save their weights to the file that is their first argument. flags: what
+    follows it, of the original and of the other; tolerance: the largest difference of a
+    weight; check: whether check_yours.py must find nothing, too. The message is the
+    symptom, and not what cures it.
+    """
+    assert program, f"repair a copy of {original}, and give its name here"
+    two = weights_of(program, 2, flags[1])
+    if check:
+        assert_check_yours(program, quiet=True)
+    one = weights_of(original, 1, flags[0])
+    names = f"it saves {', '.join(two)}, and not {', '.join(one)}"
+    assert one.keys() == two.keys(), names
+    off = {name: (one[name] - two[name]).abs().max().item() for name in one}
+    name = max(off, key=off.get)
+    assert off[name] < tolerance, f"on two ranks, {name} is off by {off[name]:.0e}"
+
+
+def weights_of(program, processes, flags=""):
+    """Run a program that saves its weights to the file that it is given; return them.
+
+    Raises AssertionError if there is no such program, or if it saves nothing.
+    """
+    assert (ROOT / program).is_file(), f"there is no file {program}"
+    file = work / "weights.pt"
+    file.unlink(missing_ok=True)
+    run(
+        f"torchrun --standalone --nproc-per-node={processes} \\\n"
+        f"  {program} $WORK/weights.pt {flags}".rstrip(),
+        quiet=True,
+        seconds=PATIENCE,
+    )
+    assert file.exists(), f"{program} has not saved its weights to that file"
+    return torch.load(file, weights_only=True)
+
+
+def assert_check_yours(program, quiet=False):
+    """Assert that check_yours.py finds nothing in a program, on one and two processes.
+
+    The program saves its weights to the file that is its first argument. The message is
+    the first thing that differs; with `quiet`, nothing else is printed.
+    """
+    assert (ROOT / program).is_file(), f"there is no file {program}"
+    done = run(
+        "python your_own_script/check_yours.py --processes=1,2 \\\n"
+        f"  --patience={PATIENCE} --weights=$WORK/weights.pt \\\n"
+        f"  {program} $WORK/weights.pt",
+        fails=None,
+        quiet=quiet,
+    )
+    first = re.search(r"^  first: (.*)", done.stdout, re.MULTILINE)
+    failed = re.search(r"failed: .*|no model was trained.*", done.stdout)
+    found = first[1] if first else failed[0] if failed else done.stdout.strip()
+    assert not done.returncode, found
 
 
 def first_line(error):

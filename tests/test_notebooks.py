@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shutil
-import sys
 
 import matplotlib
 import nbformat
@@ -461,37 +460,3 @@ def test_the_words_are_those_of_the_field(name):
 def test_retired_words_are_found():
     text = "It goes on after step 3, but for rank 0, which is another."
     assert set(retired_words(text)) == {"goes on after", "but for", "is another."}
-
-
-# ---- the exercises -------------------------------------------------------------------
-def solutions(stage):
-    """Return the solutions of a stage's exercises, and what comes before the first."""
-    text = (ROOT / stage / "solutions.py").read_text()
-    imports, *parts = re.split(r"^# -+ exercise \d+ -+\n", text, flags=re.MULTILINE)
-    return imports, parts
-
-
-@pytest.mark.parametrize("stage", stages())
-def test_an_exercise_is_solved_by_its_solution_only(stage, capfd, monkeypatch):
-    monkeypatch.setattr(lesson, "FORKS", "all")
-    monkeypatch.syspath_prepend(ROOT / stage)
-    monkeypatch.delitem(sys.modules, "figures", raising=False)  # another stage's
-    notebook = main_notebook(stage)
-    cells = code_cells(notebook)
-    tags = [cell.metadata.get("tags") for cell in cells]
-    exercises = [n for n, tag in enumerate(tags) if tag == ["exercise"]]
-    imports, answers = solutions(stage)
-    assert 2 <= len(exercises) <= 3
-    assert len(exercises) == len(answers)
-    assert "](solutions.py)" in prose(notebook)
-    body = ast.parse(cells[0].source).body
-    is_import = (ast.Import, ast.ImportFrom)
-    first_lines = [ast.unparse(node) for node in body if isinstance(node, is_import)]
-    for n, solution in zip(exercises, answers, strict=True):
-        assert tags[n + 1] == ["check"]
-        for source, solved in ((cells[n].source, False), (solution, True)):
-            exec("\n".join([imports, *first_lines, source, cells[n + 1].source]), {})
-            said = capfd.readouterr().out.splitlines()[-1]
-            # The message is the check's own, and neither empty nor Python's.
-            unsolved = r"Not solved yet: (?!\w+(Error|:)).{10,}"
-            assert re.match(r"Solved\." if solved else unsolved, said), (source, said)

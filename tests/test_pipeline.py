@@ -6,7 +6,6 @@ import shutil
 import sys
 from fractions import Fraction
 
-import nbformat
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from tools.stages import ROOT
 
 (PROGRAM,) = ROOT.glob("*/demos/pipeline.py")
 DEMOS, FOLDER = PROGRAM.parent, PROGRAM.parents[1]
-NOTEBOOK = FOLDER / "pipeline_parallel.ipynb"
 
 sys.path.insert(0, str(DEMOS))
 
@@ -322,37 +320,3 @@ def test_pipelines_with_fsdp_train_as_one_process_does():
 def test_what_keeps_the_outputs():
     """The program asserts how many bytes of them are alive, after each call."""
     run("pipeline_mistakes.py", 2, "outputs")
-
-
-# ---- the exercises -------------------------------------------------------------------
-def tagged(tag):
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    return [cell.source for cell in cells if cell.metadata.get("tags") == [tag]]
-
-
-def solutions():
-    """Return the solutions of this notebook's exercises, which others may follow."""
-    source = (FOLDER / "solutions.py").read_text()
-    banner = r"^# -+ pipeline_parallel.ipynb, exercise \d+ -+\n"
-    _, *parts = re.split(banner, source, flags=re.MULTILINE)
-    return [part.partition("# ----")[0] for part in parts]
-
-
-def said(answer, check, capsys):
-    """Return the last line that a check prints after an answer."""
-    program = ["from fractions import Fraction", "from nbtools import lesson"]
-    exec("\n".join([*program, answer, check]), {})
-    return capsys.readouterr().out.splitlines()[-1]
-
-
-def test_the_solutions_are_linked():
-    assert "](solutions.py)" in NOTEBOOK.read_text()
-    assert len(solutions()) == len(tagged("exercise")) == len(tagged("check")) == 2
-
-
-@pytest.mark.parametrize("n", range(2))
-def test_an_exercise_is_solved_by_its_solution_only(n, capsys):
-    check = tagged("check")[n]
-    unsolved = said(tagged("exercise")[n], check, capsys)
-    assert re.match(r"Not solved yet: (?!\w+(Error|:)).{10,}", unsolved)
-    assert said(solutions()[n], check, capsys) == "Solved."

@@ -1,7 +1,9 @@
 """A training script for one process. Exercise 3 converts it.
 
-python 03_ddp_launch/demos/convert_me.py
+python 03_ddp_launch/demos/convert_me.py model.pt
 """
+
+import sys
 
 import torch
 from torch import nn
@@ -20,3 +22,4 @@ for _ in range(3):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
 print(f"a weight after training: {model[0].weight[0, 0]:.9f}")
+torch.save(model.state_dict(), sys.argv[1])

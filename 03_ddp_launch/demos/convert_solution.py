@@ -1,9 +1,11 @@
 """Exercise 3 solved: convert_me.py on several processes. For GPUs, take after.py.
 
-torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/convert_solution.py
+torchrun --standalone --nproc-per-node=2 \\
+  03_ddp_launch/demos/convert_solution.py model.pt
 """
 
 import gc
+import sys
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ for _ in range(3):
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"a weight after training: {model[0].weight[0, 0]:.9f}", flush=True)
+    torch.save(model.state_dict(), sys.argv[1])
 del wrapped
 gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

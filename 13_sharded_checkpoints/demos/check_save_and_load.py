@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from common.gpt import GPT
 
 
-def make(seed):
+def make(seed, lr):
     """Return a sharded GPT and its AdamW."""
     torch.manual_seed(seed)
     model = fully_shard(GPT(256, 8), mesh=dist.init_device_mesh("cpu", (1,)))
-    return model, torch.optim.AdamW(model.parameters())
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def check(save, load, folder):
@@ -31,7 +31,7 @@ def check(save, load, folder):
 
 
 def save_into_and_load(save, load, folder):
-    model, optimizer = make(0)
+    model, optimizer = make(0, lr=0.5)
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizer.step()
     names = []
@@ -45,7 +45,7 @@ def save_into_and_load(save, load, folder):
         save(model, optimizer, folder)
     assert (folder / ".metadata").exists(), "save has not written folder/.metadata"
     assert folder.name not in names, "folder had its name before it was complete"
-    other, fresh = make(1)
+    other, fresh = make(1, lr=0.001)
     load(other, fresh, folder)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert one.full_tensor().equal(two.full_tensor()), "the weights are different"
@@ -55,3 +55,5 @@ def save_into_and_load(save, load, folder):
         for key in ("step", "exp_avg", "exp_avg_sq"):
             same = (one[key] - two[key]).abs().max().item() == 0
             assert same, f"the optimizer's {key} is different"
+    rate = fresh.param_groups[0]["lr"]
+    assert rate == 0.5, f"the optimizer's learning rate is {rate}, and was saved as 0.5"
