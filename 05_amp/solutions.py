@@ -3,18 +3,7 @@
 import torch
 from torch import nn
 
-
 # ---- exercise 1 ----------------------------------------------------------------------
-# Autocast is around the network alone. Inside, also the product of two float32 tensors
-# would be computed in bfloat16.
-def contrastive_loss(network, images, texts):
-    with torch.autocast(images.device.type, torch.bfloat16):
-        first, second = network(images), network(texts)
-    similarity = first.float() @ second.float().T / 0.07  # outside autocast
-    return nn.functional.cross_entropy(similarity, torch.arange(len(images)))
-
-
-# ---- exercise 2 ----------------------------------------------------------------------
 # Autocast converts what is in its lists: matrix products to bfloat16, losses to
 # float32. All else computes in the types that it gets.
 answers = {
@@ -23,6 +12,16 @@ answers = {
     "x @ w + x": "float32",  # bfloat16 + float32
     "loss of x @ w": "float32",
 }
+
+
+# ---- exercise 2 ----------------------------------------------------------------------
+# Autocast is around the network alone. Inside, also the product of two float32 tensors
+# would be computed in bfloat16.
+def contrastive_loss(network, images, texts):
+    with torch.autocast(images.device.type, torch.bfloat16):
+        first, second = network(images), network(texts)
+    similarity = first.float() @ second.float().T / 0.07  # outside autocast
+    return nn.functional.cross_entropy(similarity, torch.arange(len(images)))
 
 
 # ---- fp16 exercise 1 -----------------------------------------------------------------

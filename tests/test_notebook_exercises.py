@@ -170,13 +170,13 @@ MISTAKES = [
         "MASTER_ADDR is missing",
     ),
     (
-        "05 exercise 1",
+        "05 exercise 2",
         "first.float() @ second.float().T",
         "first @ second.T",
         "the loss is off by",
     ),
     (
-        "05 exercise 1",
+        "05 exercise 2",
         "with torch.autocast(images.device.type, torch.bfloat16):\n"
         "        first, second = "
         "network(images), network(texts)",
@@ -185,19 +185,19 @@ MISTAKES = [
         "weights are torch.bfloat16 from now on",
     ),
     (
-        "05 exercise 1",
+        "05 exercise 2",
         "with torch.autocast(images.device.type, torch.bfloat16):",
         "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):",
         "no gradient gets to the network",
     ),
     (
-        "05 exercise 1",
+        "05 exercise 2",
         "network(images), network(texts)",
         "network(images), network(texts).detach()",
         "the gradient is",
     ),
     (
-        "05 exercise 2",
+        "05 exercise 1",
         '"x + w": "float32"',
         '"x + w": "bfloat16"',
         "x + w is not bfloat16",

@@ -187,7 +187,14 @@ def fill_in(root, new):
     end = "    main()\n"
     title = ("] TODO", "] A stage that prints nothing.")
     replace_once(root / new / "train.py", title, (f":\n{end}", f":\n{line}{end}"))
-    for path in (root / "stages.toml", root / new / f"{new}.ipynb"):
+    mistakes = "".join(
+        f'    ("{new[:2]} exercise {n}", "= {n}", "= 0", "what is wrong"),\n'
+        for n in (1, 2)
+    )
+    start = "MISTAKES = [\n"
+    replace_once(root / "tests/test_notebook_exercises.py", (start, start + mistakes))
+    files = (f"{new}/{new}.ipynb", f"{new}/solutions.py", "stages.toml")
+    for path in (root / name for name in files):
         path.write_text(path.read_text().replace("TODO", "nothing"))
     words = ["python", "-m", "tools.notebooks", "--show", f"{new}/{new}.ipynb"]
     harness.run(words, cwd=root)

@@ -97,7 +97,10 @@ def main():
     solutions = f'"""Solutions of the exercises in {args.name}.ipynb."""\n'
     for n in (1, 2):
         banner = f"# ---- exercise {n} ".ljust(88, "-")
-        solutions += f"\n{banner}\nanswer_{n} = {n}\n"
+        solutions += (
+            f"\n{banner}\n# TODO: why this is right, in one or two sentences.\n"
+        )
+        solutions += f"answer_{n} = {n}\n"
     (folder / "solutions.py").write_text(solutions)
     with TOML.open("a") as file:
         file.write(entry(args.name, before))
