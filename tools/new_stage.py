@@ -98,7 +98,7 @@ def main():
     for n in (1, 2):
         banner = f"# ---- exercise {n} ".ljust(88, "-")
         solutions += (
-            f"\n{banner}\n# TODO: why this is right, in one or two sentences.\n"
+            f"\n{banner}\n# TODO: why this is right, in a sentence or two.\n"
         )
         solutions += f"answer_{n} = {n}\n"
     (folder / "solutions.py").write_text(solutions)
