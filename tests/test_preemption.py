@@ -5,6 +5,7 @@ stages as well.
 """
 
 import os
+import re
 import signal
 from functools import partial
 
@@ -230,7 +231,34 @@ def test_the_short_script_saves_the_bare_model(tmp_path):
     torch.nn.Linear(8, 1).load_state_dict(state["model"])
 
 
+def test_the_short_script_takes_the_variables_of_srun(tmp_path):
+    """So the job file can start it, too."""
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": harness.free_port()}
+    command = ["python", SHORT, "--checkpoint-dir", tmp_path / "saved"]
+    done = harness.run(command, **slurm, **where)
+    assert done.stdout.splitlines()[-1] == "rank 0 took steps 1 to 60"
+
+
 # ---- the workers of the loaders ------------------------------------------------------
+@pytest.mark.release
+def test_workers_that_are_not_protected_die_of_the_signal(tmp_path):
+    """Then torch ends the rank, with the words of docs/symptoms.md, before it saves."""
+    command = (
+        "torchrun --standalone --nproc-per-node=1"
+        f" {STAGE}/demos/unprotected_workers.py TERM {STAGE}/train.py"
+        " --device cpu --epochs 2 --workers 1 --checkpoint-dir"
+    )
+    done = harness.run([*command.split(), tmp_path / "lost"], code=1)
+    said = (
+        r"RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Terminated"
+    )
+    assert re.search(said, done.stderr)
+    assert [path.name for path in (tmp_path / "lost").iterdir()] == [
+        "step-000000030.pt"
+    ]
+
+
 @pytest.mark.parametrize(
     "start_method",  # Python 3.14 made forkserver the default
     ["fork", only_in_release("forkserver")],

@@ -11,9 +11,11 @@ import pickle
 import re
 import shutil
 import signal
+from concurrent import futures
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from common import checkpoint
 from nbtools import harness
@@ -316,8 +318,57 @@ def test_a_kill_while_a_thread_saves(tmp_path):
 
 @pytest.mark.release
 def test_one_group_for_saving_and_training_fails(tmp_path):
-    """With one of the messages that the notebook and docs/symptoms.md have."""
+    """With one of the messages that docs/symptoms.md has."""
     done = torchrun(tmp_path, "demos/one_group.py", code=None)
     assert done.returncode
     said = "gloo::EnforceNotMet|[Tt]imed out|timeout|closed by peer|reset by peer"
     assert re.search(said, done.stderr)
+
+
+@pytest.mark.release
+def test_a_thread_writes_the_weights_that_it_was_given(tmp_path):
+    """Not those of the steps that are taken meanwhile."""
+    done = torchrun(tmp_path, "demos/while_it_writes.py", tmp_path / "saved")
+    lines = done.stdout.splitlines()
+    assert lines.index("async_save has returned") == 3
+    assert lines[-1] == "it holds the weights of step 3"
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("group")
+def test_a_failed_save_in_a_thread_is_raised_by_result_alone(tmp_path):
+    (tmp_path / "a-file").touch()
+    state = {"weight": torch.ones(6)}
+    pending = dcp.async_save(state, checkpoint_id=tmp_path / "a-file/step-6")
+    futures.wait([pending])
+    with pytest.raises(dcp.CheckpointException, match="NotADirectoryError"):
+        pending.result()
+
+
+# ---- what DCP does not guard against -------------------------------------------------
+@pytest.mark.release
+def test_what_is_not_sharded_comes_from_several_ranks(tmp_path):
+    """Unless the planner takes all of it from rank 0."""
+    done = torchrun(tmp_path, "demos/dcp_replicas.py", tmp_path / "saved")
+    assert "default     1.running_mean is that of rank 1" in done.stdout
+    assert "default     3.running_mean is that of rank 0" in done.stdout
+    assert done.stdout.count("lowest_rank") == 2
+    assert not re.search("lowest_rank .* rank 1$", done.stdout, re.M)
+
+
+class Stranger:
+    def __reduce__(self):
+        return exec, ("import builtins; builtins.from_metadata = True",)
+
+
+@pytest.mark.release
+def test_reading_metadata_runs_the_code_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.from_metadata", False, raising=False)
+    dcp.save({"weight": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    metadata.storage_meta = Stranger()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"weight": torch.zeros(6)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert from_metadata  # noqa: F821, the code has set it
+    assert state["weight"].tolist() == [1] * 6
