@@ -2,7 +2,8 @@
 
 Bytes are counted on two ranks of gloo while the stage's own functions, other ways to
 shard its model, and a Llama of transformers train; and on two and four ranks with
-tensor parallelism, as stage 14 has it. Two more runs were an H100's.
+tensor parallelism, as stage 14 has it. Two more runs were an H100's. What a step sends
+is counted with them, and the operations of small models, by FlopCounterMode.
 
 How close: see `allowed`. The largest differences are the logits, which the stage's
 `forward` frees as it returns; under bf16 a CPU's norms, which keep 16-bit inputs; and
@@ -34,7 +35,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.optim import AdamW8bit
 from transformers import AutoModelForCausalLM
 from transformers import GraniteConfig
@@ -50,6 +54,7 @@ from common.gpt import GPT
 from common.gpt import TransformerBlock
 from common.meters import Meter
 from nbtools import harness
+from nbtools.counting import Collectives
 from tests import fsdp_ranks
 from tests.training import TRANSFORMERS
 from tests.training import load_program
@@ -80,6 +85,7 @@ LLAMA = memory.Shape(*("llama", DEPTH, WIDTH, 4, 2, WIDTH // 4, 2 * WIDTH, VOCAB
 KINDS = {"blocks": "FSDP", "ends": "ends apart", "whole": "only the root"}
 STATES = ("weights", "gradients", "AdamW's averages")
 GROUPS = ("gathered weights", "whole gradients", "copy to reduce")
+RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # ways around
 
 
 # ---- what is counted -----------------------------------------------------------------
@@ -310,7 +316,8 @@ def train(case):
         optimizer.zero_grad()
         grads.clear()
     gc.collect()
-    with Counted(model, [*model.parameters(), *states, *grads]) as quiet.counted:
+    held = Counted(model, [*model.parameters(), *states, *grads])
+    with Collectives() as collectives, held as quiet.counted:
         if "grad_accum" in case.others:
             model.set_requires_gradient_sync(False)
             step()
@@ -319,7 +326,9 @@ def train(case):
         optimizer.step()
     most = dict(quiet.counted.most)
     most["gathered weights"] = most.pop("gathered", 0)
-    return seen | most
+    around = 1 - 1 / case.processes
+    sent = sum(RING.get(name, 0) * whole for name, *_, whole in collectives.seen)
+    return seen | most | {"sent": around * sent}
 
 
 def train_all(_rank, _processes, cases):
@@ -355,6 +364,7 @@ OF_TWO = [
     *(Case("llama", "ends", p, n) for p in ("float32", "bf16") for n in (64, 2048)),
     Case("llama-tied", "ends", "bf16", 64),
 ]
+ALONE = [case for case in CASES if case.groups != "none"]
 CASES += [
     *(each._replace(tensor_parallel=2, processes=n) for n in (2, 4) for each in OF_TWO),
     Case("llama", "ends", "bf16", 2048, (), 4, 4, vocabulary=64),
@@ -377,19 +387,28 @@ def counted(tmp_path_factory):
     return counted
 
 
-def lines_of(case):
-    """Return the calculator's table of a case, without what a CPU has not."""
+def shape_of(case):
+    """Return the Shape of a case."""
     flags = GPT_FLAGS.split()
     shape = memory.parse_args(flags)[1]
     if case.model.startswith("llama"):
         sizes = {"kv_heads": max(2, case.tensor_parallel)}
         sizes["tied"] = case.model == "llama-tied"
         shape = dataclasses.replace(LLAMA, **sizes)
-    shape = dataclasses.replace(shape, vocabulary=case.vocabulary)
-    others = options_of(case)
-    given = case.processes, case.tokens, case.precision, case.groups
-    others["tensor_parallel"] = case.tensor_parallel
-    found = memory.table(shape, *given, **others)
+    return dataclasses.replace(shape, vocabulary=case.vocabulary)
+
+
+def flags_of(case):
+    """Return all options of memory.table for a case."""
+    args, _ = memory.parse_args(["--gpus", str(case.processes)])
+    given = {name: getattr(case, name) for name in ("tokens", "precision", "groups")}
+    given["tensor_parallel"] = case.tensor_parallel
+    return memory.options_of(args) | given | options_of(case)
+
+
+def lines_of(case):
+    """Return the calculator's table of a case, without what a CPU has not."""
+    found = memory.table(shape_of(case), **flags_of(case))
     del found["workspaces of cuBLAS"]
     return found
 
@@ -531,6 +550,67 @@ def test_where_more_gpus_do_not_help_it_says_so(monkeypatch, capsys):
     assert last == "more GPUs of 24 GiB alone do not make it fit"
 
 
+# ---- how long ------------------------------------------------------------------------
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: " ".join(map(str, case)))
+def test_a_step_sends_what_is_counted(case, counted):
+    """Of several micro-batches, each gathers, and one reduces."""
+    shape, options = shape_of(case), flags_of(case)
+    sent = memory.sent(shape, options)
+    if "grad_accum" in case.others:
+        sent += memory.sent(shape, options | {"grad_accum": False})
+    assert 0.999 * counted[case]["sent"] <= sent <= counted[case]["sent"]
+
+
+@pytest.mark.parametrize("length", [16, 32])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "lora all", "lora qv"])
+def test_the_operations_are_those_that_torch_counts(kind, checkpointing, length):
+    """With adapters, transformers lets the first block's input have a gradient, too."""
+    words = ["--activation-checkpointing"] if checkpointing else []
+    if kind == "gpt":
+        words += GPT_FLAGS.split()
+        model = GPT(VOCABULARY, CONTEXT, WIDTH, DEPTH)
+        if checkpointing:
+            apply_activation_checkpointing(
+                model, check_fn=lambda each: isinstance(each, TransformerBlock)
+            )
+    else:
+        model = AutoModelForCausalLM.from_config(llama()).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+    if kind.startswith("lora"):
+        targets = kind.split()[1]
+        words += ["--train=lora", f"--targets={targets}"]
+        names = [f"{name}_proj" for name in memory.TARGETS[targets]]
+        lora.add_lora(model, names, 8, torch.float32)
+        model.enable_input_require_grads()
+    args, shape = memory.parse_args(words)
+    shape = shape if kind == "gpt" else LLAMA
+    tokens = torch.zeros(2, length, dtype=torch.int64)
+    # before 2.15, torch does not count fused attention on a CPU
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        outputs = model(tokens)
+        getattr(outputs, "logits", outputs).sum().backward()
+    each = memory.operations(shape, length, memory.options_of(args))
+    assert tokens.numel() * each == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("bandwidth, waits", [(400, "0%"), (0.5, "50%")])
+def test_a_step_lasts_as_long_as_it_computes_or_sends(
+    bandwidth, waits, monkeypatch, capsys
+):
+    """1,000 tokens take a second, and 1 GB takes two at 0.5 GB/s."""
+    monkeypatch.setattr(memory, "sent", lambda *_: 1e9)
+    words = "--gpus 4 --tokens 1000 --tokens-per-second 1e3 --total-tokens 36e6"
+    words = ["memory.py", *words.split(), f"--bandwidth={bandwidth}"]
+    monkeypatch.setattr("sys.argv", words)
+    memory.main()
+    hours = capsys.readouterr().out.splitlines()[-2]
+    count = 36e6 / 4 / 1000 / 3600 * (2 if bandwidth < 1 else 1)
+    said = f"at least {count:.2f} hours, {4 * count:.2f} GPU hours; {waits} of them"
+    assert hours == f"{said} wait for the network"
+
+
 # ---- the shapes ----------------------------------------------------------------------
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 CONFIGS = {
@@ -656,6 +736,24 @@ WRONG = {
         "--tensor-parallel is not counted with lora",
     ),
     "no room": ("--room 0", "--room: '0' is not an integer, 1 or more"),
+    "no end": (
+        "--tokens-per-second 9 --total-tokens inf",
+        "--total-tokens: 'inf' is not a number above 0",
+    ),
+    "no number": ("--bandwidth fast", "--bandwidth: 'fast' is not a number above 0"),
+    "half a run": (
+        "--total-tokens 15e9",
+        "--total-tokens also needs --tokens-per-second",
+    ),
+    "no run": ("--length 9", "needs --tokens-per-second and --total-tokens"),
+    "the time of parts": (
+        "--tokens-per-second 9 --total-tokens 9 --tensor-parallel 2",
+        "--tokens-per-second is not counted with --tensor-parallel",
+    ),
+    "a long sequence": (
+        "--tokens-per-second 9 --total-tokens 9 --tokens 8 --length 9",
+        "--length is more than --tokens (8)",
+    ),
 }
 FILES = {
     "no config.json": (None, "No such file or directory"),

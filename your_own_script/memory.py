@@ -6,15 +6,18 @@ python memory.py --room 79 --tokens 8192 --activation-checkpointing
 python memory.py --gpus 1 --groups none --tokens 4096 --train qlora --loss-chunk 512
 python memory.py --gpus 16 --tokens 8192 --tensor-parallel 2
 python memory.py --gpus 1 --tokens 480 --config FOLDER
+python memory.py --gpus 64 --activation-checkpointing --tokens-per-second 7000 \\
+    --total-tokens 15e9 --bandwidth 40
 python memory.py --gpus 1 --tokens 32768 --block gpt --layers 16 --width 1024 \\
     --heads 16 --vocabulary 256 --context-length 1024 --groups blocks
 
 Without a shape it takes that of Llama-3-8B. --config reads the config.json of a model
 whose blocks are a Llama's (LLAMAS lists them), without transformers. Flags of a shape
 serve others with such blocks. --block gpt has GPT-2's blocks, with GELU and a head of
-its own. --room says how many GPUs it takes, with a twentieth of each left free. The
-table has a column for each moment of a training step. Its lines are upper bounds, which
-are not all reached at once, so the fullest column is one, too.
+its own. --room says how many GPUs it takes, with a twentieth of each left free, and
+--tokens-per-second how long a run takes at least. The table has a column for each
+moment of a training step. Its lines are upper bounds, which are not all reached at
+once, so the fullest column is one, too.
 
 What it assumes:
 - AdamW as on a GPU, where it updates all weights at once. Weights, gradients and
@@ -69,6 +72,16 @@ the logits' name; with 64 tokens a third, because gathered weights, gradients an
 are not all there at once. On one H100 it is 5 and 7 % above two runs of a GPT. A
 Llama's activations, tensor parallelism, and all but AdamW on float32 weights were not
 compared on a GPU.
+
+How long it takes: --tokens-per-second is what one GPU trains with the same flags, of
+your own step. N GPUs are at best N times as fast. A step lasts as long as its --tokens
+take, or as long as the GPU sends, whichever is longer: at best, the two overlap. What
+it sends are the bytes of a ring, once per --tokens. With --grad-accum, FSDP2 only
+gathers. --bandwidth is what check_cluster.py calls bus. TFLOP/s are those of matrix
+products: 6 for a weight, 4 for a frozen one, attention without a mask, and what
+activation checkpointing recomputes, which MFU leaves out. It cannot know how long ranks
+wait for the slowest one, for data, evaluation, checkpoints and restarts, nor that a GPU
+slows down with fewer tokens. So the real run takes longer.
 """
 
 import argparse
@@ -76,6 +89,7 @@ import bisect
 import dataclasses
 import inspect
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -285,6 +299,22 @@ def at_once(before, groups):
     return max((one + 2 * group for one, group in pairs), default=0)
 
 
+def in_parts(shape, low, train, adapters):
+    """Return the bytes that FSDP2 gathers, and the numbers that it reduces.
+
+    Each is a list: of a block, an embedding, the norm and the embedding of positions.
+    """
+    positions = shape.positions * shape.width
+    trained = [shape.of_block, shape.embedding, shape.norm, positions]
+    gathered = [low * one for one in trained]
+    if train != "all":
+        gathered[0] += low * adapters
+        trained = [adapters, 0, 0, 0]
+    if train == "qlora":
+        gathered[0] -= shape.matrices * (low - FOUR_BITS)
+    return gathered, trained
+
+
 def table(
     shape,
     gpus=8,
@@ -318,14 +348,7 @@ def table(
     if not offload:
         ranks, given = gpus if sharded else 1, (precision, train, optimizer, grad_accum)
         lines = kept_all_the_time(shape, ranks, adapters, *given)
-    positions = shape.positions * shape.width
-    trained = [shape.of_block, shape.embedding, shape.norm, positions]
-    gathered = [low * one for one in trained]
-    if train != "all":
-        gathered[0] += low * adapters
-        trained = [adapters, 0, 0, 0]
-    if train == "qlora":
-        gathered[0] -= shape.matrices * (low - FOUR_BITS)
+    gathered, trained = in_parts(shape, low, train, adapters)
     if sharded:
         lines |= of_groups(shape, gpus, low, groups, gathered, trained)
         if tensor_parallel > 1:
@@ -525,12 +548,75 @@ def smallest(shape, room, options):
     return by * (found + 1) if found < many else None
 
 
+# ---- how long ------------------------------------------------------------------------
+def operations(shape, length, options):
+    """Return the floating-point operations of matrix products, of a step, per token.
+
+    length: tokens of a sequence.
+    """
+    train, rank, targets = (options[n] for n in ("train", "lora_rank", "targets"))
+    each = 6 if train == "all" else 4  # no gradient of a frozen weight
+    adapters = 0 if train == "all" else shape.adapters(rank, targets)
+    attention = 4 * length * shape.heads * shape.head_dim
+    block = each * shape.matrices + 6 * adapters + 3 * attention
+    if options["activation_checkpointing"]:
+        # It stops before the last product: the backward pass does not need the result.
+        adapted = train != "all" and "down" in TARGETS[targets]
+        last = shape.width * (rank if adapted else shape.inner)
+        block += 2 * (shape.matrices + adapters - last) + attention
+    return shape.layers * block + each * shape.embedding
+
+
+def sent(shape, options):
+    """Return the bytes that a GPU sends in a step of one micro-batch, around a ring."""
+    gpus, groups, train = (options[name] for name in ("gpus", "groups", "train"))
+    precision, rank, targets = (
+        options[name] for name in ("precision", "lora_rank", "targets")
+    )
+    low = 4 if precision == "float32" else 2
+    adapters = 0 if train == "all" else shape.adapters(rank, targets)
+    gathered, trained = in_parts(shape, low, train, adapters)
+    reduced, _ = split(shape, "whole", *trained)
+    if groups in ("ddp", "none"):
+        size = 2 if precision == "bf16-weights" and train == "all" else 4
+        return 2 * size * reduced * (gpus - 1) / gpus
+    whole, _ = split(shape, "whole", *gathered)
+    # The backward pass gathers again what was freed: neither the root nor the head.
+    _, others = split(shape, groups, *gathered)
+    again = sum(others[: shape.layers + 1])
+    reduced = 0 if options["grad_accum"] else 4 * reduced
+    return (whole + again + reduced) * (gpus - 1) / gpus
+
+
+def how_long(shape, options, tokens_per_second, total_tokens, bandwidth):
+    """Return the hours that a run takes at least, and a step's seconds.
+
+    These are how long it computes, and sends. tokens_per_second: measured on one GPU;
+    bandwidth: GB/s that a GPU sends, or 0, with which sending takes no time.
+    """
+    computes = options["tokens"] / tokens_per_second
+    sends = sent(shape, options) / (1e9 * bandwidth) if bandwidth else 0
+    steps = total_tokens / (options["gpus"] * options["tokens"])
+    return steps * max(computes, sends) / 3600, computes, sends
+
+
 # ---- the command ---------------------------------------------------------------------
 def positive(text):
     """Return a flag's number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer, 1 or more")
     return int(text)
+
+
+def amount(text):
+    """Return a flag's number above 0, such as 2.5 or 15e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -570,6 +656,13 @@ def parse_args(words=None):
     add("--activation-checkpointing", action="store_true", help="of each block")
     add("--grad-accum", action="store_true", help="reduce after the last micro-batch")
     add("--config", type=Path, metavar="FOLDER", help="or a config.json")
+    add = parser.add_argument_group("how long").add_argument
+    add("--tokens-per-second", type=amount, metavar="X", help="measured on one GPU")
+    add("--total-tokens", type=amount, metavar="T", help="of the run, such as 15e9")
+    text = "GB/s that a GPU sends; default: no end of it"
+    add("--bandwidth", type=amount, default=0, help=text)
+    text = "tokens of a sequence; default: --context-length, or --tokens"
+    add("--length", type=positive, default=0, metavar="L", help=text)
     sizes = parser.add_argument_group("a shape, instead of --config")
     add = sizes.add_argument
     add("--block", choices=("llama", "gpt"), help="default: llama")
@@ -591,10 +684,26 @@ def parse_args(words=None):
     name, wrong = misfit(shape, options_of(args))
     if wrong:
         parser.error(f"--{name.replace('_', '-')} {wrong}")
+    check_how_long(parser, args, shape)
     args.smallest = smallest(shape, args.room, options_of(args)) if args.room else None
     if asked and args.smallest:
         args.gpus = args.smallest
     return args, shape
+
+
+def check_how_long(parser, args, shape):
+    """Check the flags of "how long", and give --length its default."""
+    names = ("tokens_per_second", "total_tokens", "bandwidth", "length")
+    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    given = [flag for flag, value in flags.items() if value]
+    missing = [flag for flag in [*flags][:2] if given and flag not in given]
+    if missing:
+        parser.error(f"{given[0]} also needs {' and '.join(missing)}")
+    if given and args.tensor_parallel > 1:
+        parser.error(f"{given[0]} is not counted with --tensor-parallel")
+    if args.length > args.tokens:
+        parser.error(f"--length is more than --tokens ({args.tokens})")
+    args.length = args.length or min(shape.positions or args.tokens, args.tokens)
 
 
 def options_of(args):
@@ -646,6 +755,21 @@ def main():
         print(f"it takes {gpus} of {args.room} GiB, with a twentieth of each left free")
     elif args.room:
         print(f"more GPUs of {args.room} GiB alone do not make it fit")
+    if args.tokens_per_second:
+        print_how_long(args, shape, options)
+
+
+def print_how_long(args, shape, options):
+    """Print hours, what the network adds, and what the measured speed means."""
+    speed, each = args.tokens_per_second, operations(shape, args.length, options)
+    given = speed, args.total_tokens, args.bandwidth
+    hours, computes, sends = how_long(shape, options, *given)
+    share = 1 - computes / max(computes, sends)
+    hours, all_hours = f"{hours:,.2f} hours", f"{hours * args.gpus:,.2f} GPU hours"
+    print(f"at least {hours}, {all_hours}; {share:.0%} of them wait for the network")
+    rate = f"{speed * each / 1e12:.1f} TFLOP/s, {each / 1e9:.2f} GFLOP each"
+    size = f"{sent(shape, options) / 1e9:.2f} GB"
+    print(f"{speed:,.0f} tokens/s are {rate}; a step sends {size}")
 
 
 if __name__ == "__main__":
