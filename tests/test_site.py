@@ -380,16 +380,20 @@ CHOICES = {
     "offload": ("false", "true"),
     "loss_chunk": ("0", "256"),
     "targets": tuple(memory.TARGETS),
+    "length": ("0", "1"),
+    "bandwidth": ("", "12.5"),
 }
+SPEED = {"tokens_per_second": 7000.0, "total_tokens": 15e9}
 CALCULATED = """(hashes) => hashes.map((hash) => {
   location.hash = hash;
   fromAddress();
   const all = settings();
   const wrong = misfit(all);
-  if (wrong[0]) return [all, count(divided(all, 1)).parameters, {}, wrong, 0, null];
-  const { parameters, lines } = table(all, all);
-  const [host, gpus] = [inHostMemory(all, all), smallest(all, 79, all)];
-  return [all, parameters, lines, wrong, host, gpus];
+  const parameters = count(divided(all, 1)).parameters;
+  if (wrong[0]) return [all, parameters, {}, wrong, 0, null, 0, []];
+  const [{ lines }, host] = [table(all, all), inHostMemory(all, all)];
+  const time = [operations(all, all), howLong(all, all)];
+  return [all, parameters, lines, wrong, host, smallest(all, 79, all), ...time];
 })"""
 
 
@@ -402,7 +406,8 @@ def options(seed):
                 f"{name}={drawn.choice(values)}" for name, values in CHOICES.items()
             ]
             sizes = f"gpus={gpus}&tensor_parallel={by}&tokens={tokens}"
-            yield "&".join([sizes, *words])
+            speed = [f"{name}={value}" for name, value in SPEED.items()]
+            yield "&".join([sizes, *speed, *words])
 
 
 def test_the_calculator_has_the_numbers_of_memory_py(visit):
@@ -412,7 +417,7 @@ def test_the_calculator_has_the_numbers_of_memory_py(visit):
     wanted = list(inspect.signature(memory.table).parameters)[1:]
     for seed, shape in enumerate(SHAPES):
         hashes = [f"{shape}&{each}" for each in options(seed)]
-        for given, parameters, lines, wrong, host, gpus in page.evaluate(
+        for given, parameters, lines, wrong, host, gpus, each, time in page.evaluate(
             CALCULATED, hashes
         ):
             sizes = {name: given[name] for name in names}
@@ -428,6 +433,11 @@ def test_the_calculator_has_the_numbers_of_memory_py(visit):
             assert lines == memory.table(counted, **flags), (shape, flags)
             assert host == memory.in_host_memory(counted, flags)
             assert gpus == memory.smallest(counted, 79, flags)
+            longest = min(counted.positions or given["tokens"], given["tokens"])
+            length = given["length"] or longest
+            assert each == memory.operations(counted, length, flags)
+            speed = [*SPEED.values(), given["bandwidth"]]
+            assert time == [*memory.how_long(counted, flags, *speed)]
             compared += len(lines)
     assert compared > 5000 and refused > 300
 
@@ -494,6 +504,11 @@ def test_the_calculator_says_what_fits(visit):
     assert f"{shown()}: does not fit in 24 GiB" in result.inner_text()
     page.goto(f"file://{SITE}/{CALCULATOR}#model=Llama-9")
     assert result.inner_text() == "model: there is no Llama-9"
+    page.goto(f"file://{SITE}/{CALCULATOR}#tokens_per_second=7000&total_tokens=15e9")
+    hours = 15e9 / 8 / 7000 / 3600
+    assert f"At least {hours:,.2f} hours, {8 * hours:,.2f} GPU" in result.inner_text()
+    page.get_by_label("GB/s").fill("-1")
+    assert result.inner_text().endswith("should be a number, 0.001 or more")
 
 
 # ---- a training step -----------------------------------------------------------------

@@ -73,15 +73,17 @@ are not all there at once. On one H100 it is 5 and 7 % above two runs of a GPT. 
 Llama's activations, tensor parallelism, and all but AdamW on float32 weights were not
 compared on a GPU.
 
-How long it takes: --tokens-per-second is what one GPU trains with the same flags, of
-your own step. N GPUs are at best N times as fast. A step lasts as long as its --tokens
-take, or as long as the GPU sends, whichever is longer: at best, the two overlap. What
-it sends are the bytes of a ring, once per --tokens. With --grad-accum, FSDP2 only
-gathers. --bandwidth is what check_cluster.py calls bus. TFLOP/s are those of matrix
-products: 6 for a weight, 4 for a frozen one, attention without a mask, and what
-activation checkpointing recomputes, which MFU leaves out. It cannot know how long ranks
-wait for the slowest one, for data, evaluation, checkpoints and restarts, nor that a GPU
-slows down with fewer tokens. So the real run takes longer.
+How long it takes: --tokens-per-second is what one GPU trained with the same flags, in
+your own steps. N GPUs are at best N times as fast. A step lasts as long as its --tokens
+compute, or as long as the GPU sends, whichever is longer: at best, the two overlap. It
+sends the bytes of a ring, once per --tokens; with --grad-accum, FSDP2 only gathers.
+--bandwidth is what check_cluster.py calls bus. TFLOP/s are of matrix products, with
+attention as without a mask, and with what activation checkpointing recomputes, which
+MFU leaves out.
+
+The hours are a lower bound. It cannot know how long ranks wait for the slowest one, for
+data, evaluation, checkpoints and restarts, nor how much slower a GPU is with fewer
+tokens. Measure several micro-batches per step: FSDP2 also divides AdamW's step.
 """
 
 import argparse
@@ -659,7 +661,7 @@ def parse_args(words=None):
     add = parser.add_argument_group("how long").add_argument
     add("--tokens-per-second", type=amount, metavar="X", help="measured on one GPU")
     add("--total-tokens", type=amount, metavar="T", help="of the run, such as 15e9")
-    text = "GB/s that a GPU sends; default: no end of it"
+    text = "GB/s that a GPU sends; default: sending takes no time"
     add("--bandwidth", type=amount, default=0, help=text)
     text = "tokens of a sequence; default: --context-length, or --tokens"
     add("--length", type=positive, default=0, metavar="L", help=text)
@@ -766,7 +768,9 @@ def print_how_long(args, shape, options):
     hours, computes, sends = how_long(shape, options, *given)
     share = 1 - computes / max(computes, sends)
     hours, all_hours = f"{hours:,.2f} hours", f"{hours * args.gpus:,.2f} GPU hours"
-    print(f"at least {hours}, {all_hours}; {share:.0%} of them wait for the network")
+    waits = f"{share:.0%} of them wait for the network"
+    waits = waits if args.bandwidth else "the network is not counted"
+    print(f"at least {hours}, {all_hours}; {waits}")
     rate = f"{speed * each / 1e12:.1f} TFLOP/s, {each / 1e9:.2f} GFLOP each"
     size = f"{sent(shape, options) / 1e9:.2f} GB"
     print(f"{speed:,.0f} tokens/s are {rate}; a step sends {size}")

@@ -225,21 +225,27 @@ function ofLoss(shape, tokens, low, sharded, chunk, train) {
   return lines;
 }
 
+const lowOf = (all) => (all.precision === "float32" ? 4 : 2);
+
+function inParts(of, adapters, all) {
+  const low = lowOf(all);
+  const parts = [of.ofBlock, of.embedding, of.norm, of.positions];
+  const gathered = parts.map((one) => low * one);
+  if (all.train === "all") return [gathered, parts];
+  gathered[0] += low * adapters;
+  if (all.train === "qlora") gathered[0] -= of.matrices * (low - FOUR_BITS);
+  return [gathered, [adapters, 0, 0, 0]];
+}
+
 function table(model, all) {
   const { tokens, groups, tensor_parallel: by, train, precision } = all;
   const [whole, gpus] = [count(divided(model, 1)), Math.floor(all.gpus / by)];
   const shape = divided(model, by);
   const of = count(shape);
-  const [low, sharded] = [precision === "float32" ? 4 : 2, isSharded(groups)];
+  const [low, sharded] = [lowOf(all), isSharded(groups)];
   const adapters = adaptersOf(of, all);
   const lines = all.offload ? {} : keptAllTheTime(shape, of, sharded ? gpus : 1, adapters, all);
-  let trained = [of.ofBlock, of.embedding, of.norm, of.positions];
-  const gathered = trained.map((one) => low * one);
-  if (train !== "all") {
-    gathered[0] += low * adapters;
-    trained = [adapters, 0, 0, 0];
-  }
-  if (train === "qlora") gathered[0] -= of.matrices * (low - FOUR_BITS);
+  const [gathered, trained] = inParts(of, adapters, all);
   if (sharded) {
     Object.assign(lines, ofGroups(shape, gpus, low, groups, gathered, trained));
     if (by > 1) lines["embedding's gradient"] = [0, 0, 0, low * whole.embedding, 0];
@@ -298,6 +304,46 @@ function smallest(model, room, all) {
   return low <= many ? by * low : null;
 }
 
+// ---- how long -----------------------------------------------------------------------
+function operations(model, all) {
+  const shape = divided(model, 1);
+  const of = count(shape);
+  const [adapters, each] = [adaptersOf(of, all), all.train === "all" ? 6 : 4];
+  const length = all.length || Math.min(shape.positions || all.tokens, all.tokens);
+  const attention = 4 * length * shape.heads * shape.head_dim;
+  let block = each * of.matrices + 6 * adapters + 3 * attention;
+  if (all.activation_checkpointing) {
+    const adapted = all.train !== "all" && TARGETS[all.targets].includes("down");
+    const last = shape.width * (adapted ? all.lora_rank : shape.inner);
+    block += 2 * (of.matrices + adapters - last) + attention;
+  }
+  return shape.layers * block + each * of.embedding;
+}
+
+function sent(model, all) {
+  const shape = divided(model, 1);
+  const of = count(shape);
+  const [gathered, trained] = inParts(of, adaptersOf(of, all), all);
+  let [reduced] = split(shape, "whole", ...trained);
+  if (!isSharded(all.groups)) {
+    const size = all.precision === "bf16-weights" && all.train === "all" ? 2 : 4;
+    return (2 * size * reduced * (all.gpus - 1)) / all.gpus;
+  }
+  const [whole] = split(shape, "whole", ...gathered);
+  const [, others] = split(shape, all.groups, ...gathered);
+  const again = sum(others.slice(0, shape.layers + 1));
+  reduced = all.grad_accum ? 0 : 4 * reduced;
+  return ((whole + again + reduced) * (all.gpus - 1)) / all.gpus;
+}
+
+// Returns hours at least, and the seconds in which a step computes and sends.
+function howLong(model, all) {
+  const computes = all.tokens / all.tokens_per_second;
+  const sends = all.bandwidth ? sent(model, all) / (1e9 * all.bandwidth) : 0;
+  const steps = all.total_tokens / (all.gpus * all.tokens);
+  return [(steps * Math.max(computes, sends)) / 3600, computes, sends];
+}
+
 // ---- a config.json ------------------------------------------------------------------
 // Returns the settings of a shape; throws an Error that says what is wrong.
 function fromConfig(text) {
@@ -336,6 +382,8 @@ const form = document.createElement("form");
 form.className = "calculator";
 const number = (name, label, value, least = 1) =>
   `<label><span>${label}</span> <input type="number" name="${name}" min="${least}" step="1" value="${value}" required></label>`;
+const amount = (name, label) =>
+  `<label><span>${label}</span> <input type="number" name="${name}" min="0.001" step="any"></label>`;
 const box = (name, label, checked = "") =>
   `<label class="box"><input type="checkbox" name="${name}" ${checked}> <span>${label}</span></label>`;
 const choice = (name, label, options) =>
@@ -360,6 +408,12 @@ form.innerHTML = `
     ${Object.entries(SIZES).map(([name, key]) => number(name, `${name.replace("_", " ")} <small>${key}</small>`, 1, ["positions", "head_dim"].includes(name) ? 0 : 1)).join("")}
     ${Object.entries(KINDS).map(([name, text]) => box(name, text)).join("")}
   </fieldset>
+  <details><summary>How long will it take?</summary><div>
+  ${amount("tokens_per_second", "tokens per second, measured on one GPU")}
+  ${amount("total_tokens", "tokens of the run, such as 15e9")}
+  ${amount("bandwidth", "GB/s that a GPU sends; none: at once")}
+  ${number("length", "tokens of a sequence; 0: a micro-batch's", 0, 0)}
+  </div></details>
   <details><summary>More choices</summary><div>
   ${choice("groups", "how it is sharded", { ends: "FSDP2: blocks, embedding, head", blocks: "FSDP2: blocks only", whole: "FSDP2: the whole model at once", ddp: "not at all: DDP", none: "not at all: one GPU, without DDP" })}
   ${number("tensor_parallel", "GPUs that split each layer (tensor parallelism)", 1)}
@@ -420,10 +474,27 @@ function problemOf(all, unknown) {
       return `config.json: ${error.message}`;
     }
   const wrong = [...form.querySelectorAll("input")].find((field) => !field.checkValidity());
-  if (wrong) return `${labelOf(wrong.name)}: should be an integer, ${wrong.min} or more`;
+  const kind = wrong?.step === "any" ? "a number" : "an integer";
+  if (wrong) return `${labelOf(wrong.name)}: should be ${kind}, ${wrong.min} or more`;
   if (!all.head_dim && all.width % all.heads) return "heads must divide width";
+  if (all.length > all.tokens) return `${labelOf("length")}: more than those of a micro-batch`;
   const [name, why] = misfit(all);
   return name && `${labelOf(name)}: ${why}`;
+}
+
+// Returns a paragraph on how long it takes, or none if nobody asks.
+function time(all) {
+  if (!all.tokens_per_second || !all.total_tokens) return "";
+  if (all.tensor_parallel > 1) return "<p>How long it takes is not counted with tensor parallelism.</p>";
+  const [hours, computes, sends] = howLong(all, all);
+  const share = Math.round(100 * (1 - computes / Math.max(computes, sends)));
+  const waits = all.bandwidth ? `${share}% of them wait for the network` : "the network is not counted";
+  const each = operations(all, all);
+  const fixed = (value, digits = 2) =>
+    value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return `<p><strong>At least ${fixed(hours)} hours, ${fixed(hours * all.gpus)} GPU hours;</strong> ${waits}.
+    The speed means ${fixed((all.tokens_per_second * each) / 1e12, 1)} TFLOP/s, ${fixed(each / 1e9)} GFLOP for a token;
+    a step sends ${fixed(sent(all, all) / 1e9)} GB.</p>`;
 }
 
 function show(unknown = "") {
@@ -457,6 +528,7 @@ function show(unknown = "") {
   );
   results.innerHTML = `<p><strong>At most ${gib(most)} GiB: ${says}.</strong> ${many}${host}
     The fullest moment is <em>${MOMENTS[sums.indexOf(most)]}</em>; ${parameters.toLocaleString("en-US")} parameters.</p>
+    ${time(all)}
     ${bars.join("")}
     <p class="note">The vertical line is the GPU's memory. The colors are those of the table.</p>
     <div class="wide pst-scrollable-table-container"><table><thead><tr><th>GiB on each GPU</th>${MOMENTS.map((m) => `<th>${m}</th>`).join("")}</tr></thead>
@@ -477,7 +549,8 @@ function fromAddress() {
   set("model");
   fillShape();
   for (const name of given.keys()) set(name);
-  form.querySelector("details").open = [...form.querySelectorAll("details [name]")].some((field) => given.has(field.name));
+  for (const one of form.querySelectorAll("details"))
+    one.open = [...one.querySelectorAll("[name]")].some((field) => given.has(field.name));
   show(unknown);
 }
 
