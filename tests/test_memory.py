@@ -677,17 +677,6 @@ def test_the_table_of_the_page():
             assert f"{max(memory.together(lines)) / 2**30:.1f}" == text
 
 
-def test_the_commands_of_the_page(monkeypatch, capsys):
-    """They print what docs/calculator.md shows, or end with it."""
-    page = (ROOT / "docs/calculator.md").read_text().replace("\\\n", "")
-    shown = re.findall(r"^```\n\$ python (.*)\n([^`]*)^```", page, re.M)
-    assert len(shown) == 2
-    for command, output in shown:
-        monkeypatch.setattr("sys.argv", command.split())
-        memory.main()
-        assert capsys.readouterr().out.endswith(output)
-
-
 def test_it_imports_the_standard_library_alone():
     names = set()
     for node in ast.walk(ast.parse(PROGRAM.read_text())):

@@ -411,8 +411,8 @@ form.innerHTML = `
   <details><summary>How long will it take?</summary><div>
   ${amount("tokens_per_second", "tokens per second, measured on one GPU")}
   ${amount("total_tokens", "tokens of the run, such as 15e9")}
-  ${amount("bandwidth", "GB/s that a GPU sends; none: at once")}
-  ${number("length", "tokens of a sequence; 0: a micro-batch's", 0, 0)}
+  ${amount("bandwidth", "GB/s that a GPU sends (empty: no limit)")}
+  ${number("length", "tokens of a sequence (0: all of a micro-batch)", 0, 0)}
   </div></details>
   <details><summary>More choices</summary><div>
   ${choice("groups", "how it is sharded", { ends: "FSDP2: blocks, embedding, head", blocks: "FSDP2: blocks only", whole: "FSDP2: the whole model at once", ddp: "not at all: DDP", none: "not at all: one GPU, without DDP" })}
