@@ -316,14 +316,19 @@ def train(case):
         optimizer.zero_grad()
         grads.clear()
     gc.collect()
-    held = Counted(model, [*model.parameters(), *states, *grads])
-    with Collectives() as collectives, held as quiet.counted:
+
+    def whole_step():
         if "grad_accum" in case.others:
             model.set_requires_gradient_sync(False)
             step()
             model.set_requires_gradient_sync(True)
         step()
         optimizer.step()
+
+    with Counted(model, [*model.parameters(), *states, *grads]) as quiet.counted:
+        whole_step()
+    with Collectives() as collectives:  # in a step of its own, which counts no bytes
+        whole_step()
     most = dict(quiet.counted.most)
     most["gathered weights"] = most.pop("gathered", 0)
     around = 1 - 1 / case.processes
