@@ -1,6 +1,7 @@
 """What tests of your_own_script/hugging_face and other_libraries/hf_*.py share."""
 
 import functools
+import sys
 import tempfile
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def run(words, folder, code=0, **options):
     """Run a script in forks, in the folder `folder`/work; return a harness.Done."""
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
+    for name in ("fsdp", "hf_args", "lora", "sharded"):  # a fork would have this one's
+        sys.modules.pop(name, None)
     options |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < 2:
         options["CUDA_VISIBLE_DEVICES"] = ""
