@@ -7,6 +7,7 @@ Exit code 0: solved; 1: not yet; 2: there is no such piece or file.
 import ast
 import contextlib
 import ctypes
+import faulthandler
 import hashlib
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import linecache
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import resource
 import signal
 import socket
@@ -40,6 +42,8 @@ COMPUTES = 10  # of a core's time, for one rank: an endless loop
 
 DIED = "died"  # what is said of a rank that has ended without a word
 HANG = ": do all ranks make the same calls, in the same order?"
+CIRCLE = ": each waits for one that also waits: which call could begin without waiting?"
+MESSAGE = ": is each message both sent and received?"
 
 fork = multiprocessing.get_context("fork")
 
@@ -56,6 +60,7 @@ def one_rank(phase, rank, path, wanted, folder, pulse, parent, connection):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPUTES, COMPUTES + 1))
     only_python_prints()
+    faulthandler.enable(os.open(pulse.fault[rank], os.O_CREAT | os.O_WRONLY))
     os.chdir(folder / "work")
     beats = (pulse, parent, str(path), rank)
     threading.Thread(target=beat, args=beats, daemon=True).start()
@@ -158,15 +163,24 @@ def explain(error, path):
     if isinstance(error, AssertionError):
         return text
     number = frames[-1][1]
-    line = f"{Path(names[-1]).name}, line {number}: {source(names[-1], number)}"
+    file = Path(
+        names[-1]
+    )  # of the check, which has the name of the answer, or of torch
+    short = file.relative_to(HERE) if file.is_relative_to(HERE) else file.name
+    line = f"{short}, line {number}: {source(file, number)}"
     return f"{text} (when the check used what your code returned; {line})"
 
 
 # ---- all ranks -----------------------------------------------------------------------
 class Pulse:
-    """What each rank last wrote: `quiet`, in seconds, and `where`, as bytes."""
+    """What each rank last wrote: `quiet`, in seconds, and `where`, as bytes.
 
-    def __init__(self, ranks):
+    fault: a path for each, where Python writes the stack if a signal such as SIGABRT
+    ends it.
+    """
+
+    def __init__(self, ranks, folder):
+        self.fault = [folder / f"fault-{rank}" for rank in range(ranks)]
         self.quiet = fork.RawArray("d", ranks)
         self.where = [fork.RawArray(ctypes.c_char, 301) for _ in range(ranks)]
 
@@ -204,12 +218,12 @@ def heard(process, connection):
     return DIED, process.exitcode
 
 
-def run_phase(phase, *args):
+def run_phase(phase, path, wanted, folder):
     """Run a phase on all ranks; return what is wrong, "" for nothing."""
     from exercises.checks import RANKS
 
-    pulse, said = Pulse(RANKS), {}
-    with started(RANKS, phase, *args, pulse) as pairs:
+    pulse, said = Pulse(RANKS, folder), {}
+    with started(RANKS, phase, path, wanted, folder, pulse) as pairs:
         while left := set(range(RANKS)) - {*said}:
             if min(pulse.quiet[rank] for rank in left) > (
                 AFTER_A_FAILURE if any(kind for kind, _ in said.values()) else HANGS
@@ -218,14 +232,14 @@ def run_phase(phase, *args):
             multiprocessing.connection.wait([pairs[n][1] for n in left], PULSE)
             news = {rank: heard(*pairs[rank]) for rank in left}
             said.update({rank: each for rank, each in news.items() if each})
-        return verdict(said, pulse, getattr(phase, "killed", False))
+        return verdict(said, pulse, path, getattr(phase, "killed", False))
 
 
-def verdict(said, pulse, may_die):
+def verdict(said, pulse, path, may_die):
     """Return what is wrong, from what the ranks have said and where the others are."""
     died = {rank: code for rank, (kind, code) in said.items() if kind == DIED}
     if died and not may_die:
-        return how_it_died(*min(died.items()), pulse)
+        return how_it_died(*min(died.items()), pulse, path)
     for rank in sorted({*said} - {*died}):
         kind, text = said[rank]
         if kind == "AssertionError" or kind and not died:
@@ -236,15 +250,31 @@ def verdict(said, pulse, may_die):
     for rank, where in enumerate(pulse.where):
         place = "have ended" if rank in said else f"wait in {where.value.decode()}"
         places.setdefault(place, []).append(rank)
-    return ", ".join(sentence(ranks, place) for place, ranks in places.items()) + HANG
+    said = ", ".join(sentence(ranks, place) for place, ranks in places.items())
+    return said + hint(places)
 
 
-def how_it_died(rank, code, pulse):
+def hint(places):
+    """Return why the ranks may be waiting there."""
+    calls = {place.removeprefix("wait in ").split()[0] for place in places}
+    if calls <= {"send", "recv"}:
+        return CIRCLE
+    others = calls - {"send", "recv", "isend", "irecv"}
+    return MESSAGE if others < calls and others <= {"line", "have"} else HANG
+
+
+def how_it_died(rank, code, pulse, path):
     if code == -signal.SIGXCPU:
         where = pulse.where[rank].value.decode()
         return f"rank {rank} computes and does not end, in {where}"
     if code < 0:
-        return f"rank {rank} was ended by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name
+        stack = pulse.fault[rank].read_text() if pulse.fault[rank].exists() else ""
+        found = re.search(rf'File "{re.escape(str(path))}", line (\d+)', stack)
+        line = found and f" in line {found[1]}: {source(path, int(found[1]))}"
+        sizes = ": have the two tensors of each message the same size and dtype?"
+        cause = sizes if -code == signal.SIGABRT else ""
+        return f"rank {rank} was ended by {name}{line or ''}{cause}"
     return f"rank {rank} ended its process, with exit code {code}: by os._exit?"
 
 

@@ -22,8 +22,9 @@ class DDP(nn.Module):
     def __init__(self, module, bucket_size):
         """Give each rank the weights of rank 0, and prepare the buckets.
 
-        module: the model, with other weights on each rank until now. A weight with
-        requires_grad=False gets those of rank 0, too, but is in no bucket.
+        module: the model, with other weights on each rank until now, and without
+        buffers. A weight with requires_grad=False gets those of rank 0, too, but is in
+        no bucket. Each other weight gets a gradient in each step.
 
         bucket_size: in numbers. Take the weights in the reverse of the order of
         module.parameters(), which is about the order of their gradients in backward().

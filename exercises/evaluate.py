@@ -7,10 +7,11 @@ You need dist.all_reduce, and nn.functional.cross_entropy(..., reduction="sum").
 def evaluate(model, batches):
     """Return the mean loss and the accuracy over the samples of all ranks.
 
-    model: the same on all ranks; its outputs are logits. It is in training mode, and
-    may have dropout: evaluate it without. batches: this rank's shard as pairs (inputs,
-    targets). The shards are of different lengths, so are the batches, and a shard can
-    be empty. Each sample counts the same.
+    model: the same on all ranks; its outputs are logits. It may be in training mode,
+    and have dropout: evaluate it without, and give it back in the mode in which it
+    came. batches: this rank's shard as a list of pairs (inputs, targets). The shards
+    are of different lengths, so are the batches, and a shard can be empty. Each sample
+    counts the same.
 
     Returns two Python floats, on all ranks the same: the mean cross-entropy, and the
     share of samples whose largest logit is that of their target.

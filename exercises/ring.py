@@ -2,7 +2,8 @@
 
 You need dist.get_rank, dist.get_world_size, and dist.isend, dist.irecv, dist.send and
 dist.recv, each of which carries one tensor from one rank to another. The first two
-return an object with wait(); the other two wait. No collective is called.
+only begin it, and return an object with wait(). The other two return when it is done,
+for which the other rank has to make its call as well. No collective is called.
 """
 
 

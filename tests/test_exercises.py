@@ -85,9 +85,17 @@ MISTAKES = {
         (
             "        last = ",
             "        dist.all_reduce(count.clone())\n        last = ",
-            "[1, 1, 1] numbers are all-reduced",
+            "there are 3 all-reduces, of [1, 1, 1] numbers",
         ),
         ('reduction="sum"', 'reduction="mean"', "the gradient is off by"),
+        ("number == len(micro_batches)", "number == 1", "added, or changed, after"),
+        (
+            "(loss * dist.get_world_size() / count).backward()",
+            "loss.backward()\n"
+            "            for weight in ddp.parameters():\n"
+            "                weight.grad *= dist.get_world_size() / count",
+            "is something left out, or multiplied more than once",
+        ),
     ],
     "column_row": [
         (
@@ -219,12 +227,12 @@ MISTAKES = {
         (
             "if sum(each.numel() for each in buckets[-1]) >= bucket_size:",
             "if False:",
-            "the buckets have [231] numbers, and not [105, 84, 42]",
+            "the buckets have [231] numbers, and not [63, 84, 84]",
         ),
         (
             "for each in buckets[-1]) >= bucket_size",
             "for each in [*buckets[-1], weight]) > bucket_size",
-            "the buckets have [69, 78, 48, 36] numbers",
+            "the buckets have [63, 48, 42, 42, 36] numbers",
         ),
         ("reversed(", "list(", "take the weights in reverse"),
         (
@@ -252,12 +260,34 @@ MISTAKES = {
             "]",
             "weight.register",
             "weight.requires_grad and weight.register",
-            "with a frozen weight, the buckets have [105, 42] numbers",
+            "with a frozen weight, the buckets have [63, 84] numbers",
         ),
         (
             "weight.grad.copy_(",
             "weight.grad + (",
             "step 1: the gradient of 0.weight is o",
+        ),
+        (">= bucket_size", "> bucket_size", "as soon as one has at least 63"),
+        (
+            "gradient_is_there(_)",
+            "gradient_is_there(weight)",
+            "            missing -= 1\n            if missing == 0:\n",
+            "            if weight is bucket[-1]:\n",
+            "a gradient of this bucket is not there yet (ddp.py",
+        ),
+        (  # the same, of those that do have a gradient
+            "gradient_is_there(_)",
+            "gradient_is_there(weight)",
+            "            missing -= 1\n            if missing == 0:\n",
+            "            if weight is bucket[-1]:\n",
+            "[weight.grad.flatten() for weight in bucket]",
+            "[(w if w.grad is None else w.grad).flatten() for w in bucket]",
+            "step 1: the gradient of 3.weight is off",
+        ),
+        (
+            "numbers /= dist",
+            "numbers /= 3 * dist",
+            "3 times too small: is it divided by the number of ranks twice?",
         ),
     ],
     "evaluate": [
@@ -315,6 +345,20 @@ MISTAKES = {
         ),
         ("sums[2] += len(targets)", "sums[2] += 1", "rank 0: the loss is "),
         ("len(targets)", "inputs.numel()", "rank 0: the loss is "),
+        ("    model.train(was_training)\n", "", "and is given back in evaluation mode"),
+        ("(was_training)", "()", "came in evaluation mode, and is given back in tr"),
+        (
+            "    dist.all_reduce(sums)\n",
+            "    if sums[2] > 0:\n        dist.all_reduce(sums)\n",
+            "rank 2, whose shard is empty, calls no all-reduce, and then divides by 0",
+        ),
+        (
+            "torch.zeros(3, dtype=torch.float64)",
+            "torch.zeros(3)",
+            "    dist.all_reduce(sums)",
+            "    sums = sums.double()\n    dist.all_reduce(sums)",
+            "about as exact as float32: are all sums float64?",
+        ),
     ],
     "fsdp": [
         (
@@ -549,12 +593,12 @@ MISTAKES = {
         (
             "sending = dist.isend(outgoing, right)",
             "dist.send(outgoing, right)",
-            "ranks 0, 1 and 2 wait in send (line 19: dist.send(outgoing, right))",
+            "wait in send (line 19: dist.send(outgoing, right)): each waits for one",
         ),
         ("        sending.wait()\n", "", "rank 0 waits for 4 of 8 messages"),
         ("incoming.copy_(received)", "incoming += received", "are larger than the sum"),
         ("step < n - 1", "step < n", "are larger than the sum"),
-        ("tensor_split(n)", "chunk(n)", "IndexError"),
+        ("tensor_split(n)", "chunk(n)", "[4, 2, 4, 4] numbers of a tensor of [10]"),
         ("range(2 * (n - 1))", "range(n - 1)", "sends 2 messages: 2 (n - 1) are 4"),
         (
             "incoming += received",
@@ -573,6 +617,32 @@ MISTAKES = {
             "these are the means",
         ),
         ("(rank - step) % n", "(rank + step) % n", "are larger than the sum"),
+        (
+            "(rank + 1) % n",
+            "rank + 1",
+            "there is no rank 3: the last is 2 (ring.py, li",
+        ),
+        (  # the last chunk gets the remainder
+            "tensor.view(-1).tensor_split(n)",
+            "tensor.view(-1).split([tensor.numel() // n] * (n - 1)"
+            " + [tensor.numel() - tensor.numel() // n * (n - 1)])",
+            "numbers of a tensor of [11]: their sizes differ by one number at most",
+        ),
+        (  # no chunk gets it
+            "tensor.view(-1).tensor_split(n)",
+            "tensor.view(-1).split(tensor.numel() // n)",
+            "1 of the 10 numbers of rank 0 are what they were: is every number in a ch",
+        ),
+        (
+            "tensor.view(-1).tensor_split(n)",
+            "tensor.tensor_split(n)",
+            "numbers of a tensor of [2, 4]: their sizes differ by one number",
+        ),
+        (
+            "torch.empty_like(incoming)",
+            "torch.empty_like(outgoing)",
+            "of each message the same size and dtype?",
+        ),
     ],
     "sampler": [
         ("self.seed + self.epoch", "self.seed", "has the order of epoch 0"),
@@ -618,6 +688,11 @@ MISTAKES = {
             "the sampler calls broadcast",
         ),
         ("len(dataset)", "sum(1 for _ in dataset)", "sample 0 is read"),
+        (
+            "        return itertools.islice(whole, self.rank",
+            "        itertools.islice(whole, self.rank",
+            "when the check used what your code returned; checks/sampler.py, line",
+        ),
     ],
     "zero1": [
         (

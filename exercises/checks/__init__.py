@@ -96,6 +96,10 @@ class Recording(TorchDispatchMode):
         return patch
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
+            assert args[2] < RANKS, (
+                f"there is no rank {args[2]}: the last is {RANKS - 1}"
+            )
         result = operation(*args, **(kwargs or {}))
         if operation.namespace in ("c10d", "_c10d_functional"):
             self.works.append(result)

@@ -2,6 +2,7 @@
 
 import torch
 import torch._dynamo  # DDP imports it, which takes each rank seconds, in its first step
+import torch.distributed as dist
 from torch import nn
 
 from exercises.checks import RANKS
@@ -102,8 +103,8 @@ def judge_calls(recording, model, rank, step):
         "micro-batches except the last are in no_sync(), with their forward pass"
     )
     assert len(sums) <= 1 and all(call.numel == 1 for call in sums), (
-        f"step {step}: besides the gradients, {[call.numel for call in sums]} numbers "
-        "are all-reduced: one number is enough"
+        f"step {step}: besides the gradients, there are {len(sums)} all-reduces, of "
+        f"{[call.numel for call in sums]} numbers: one of one number is enough"
     )
 
 
@@ -135,8 +136,17 @@ def judge_gradients(model, alone, batches, rank, step):
         assert difference(ours, value) > 1e-12 or difference(value, right) < 1e-12, (
             f"step {step}: the gradient is {mistake}"
         )
+    of_ranks = [torch.empty_like(ours) for _ in range(RANKS)]
+    dist.all_gather(of_ranks, ours)
+    assert all(difference(ours, each) < 1e-12 for each in of_ranks), (
+        f"step {step}: the ranks have different gradients: what was added, or changed, "
+        "after the all-reduce?"
+    )
     off = difference(ours, right)
-    assert off < 1e-12, f"step {step}, rank {rank}: the gradient is off by {off:.0e}"
+    assert off < 1e-12, (
+        f"step {step}, rank {rank}: the gradient is off by {off:.0e}: is something "
+        "left out, or multiplied more than once?"
+    )
 
 
 def gradient_of_sum(model, inputs, targets):

@@ -14,7 +14,7 @@ SOLVED = (
     "The class is in torch/nn/parallel/distributed.py, its buckets and hooks are in "
     "torch/csrc/distributed/c10d/reducer.cpp."
 )
-BUCKET_SIZE = 80
+BUCKET_SIZE = 63  # the weights of the last two layers: exactly one bucket
 
 
 def check(answer, rank):
@@ -27,7 +27,16 @@ def make_model(seed, frozen):
     torch.manual_seed(seed)
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(5)]
     layers[2].weight.requires_grad = not frozen
-    return nn.Sequential(*layers, nn.Linear(6, 3, dtype=torch.float64))
+    return Model(*layers, nn.Linear(6, 3, dtype=torch.float64))
+
+
+class Model(nn.Sequential):
+    """Calls its layer 3 before 2, so the gradients do not come in reverse order."""
+
+    def forward(self, inputs):
+        for number in (0, 1, 3, 2, 4, 5):
+            inputs = self[number](inputs)
+        return inputs
 
 
 def buckets_of(weights):
@@ -71,7 +80,7 @@ def train(answer, rank, frozen):
             assert difference(outputs, alone(batch[rank::RANKS])) < 1e-12, (
                 "forward() does not return what the module does"
             )
-            outputs.square().mean().backward()
+            backward(outputs)
             in_backward = [*recording.events]
             wrapped.finish()
         assert not in_forward, (
@@ -85,6 +94,16 @@ def train(answer, rank, frozen):
             "soon as the gradients of its bucket are there"
         )
         judge_gradients(model, alone, step)
+
+
+def backward(outputs):
+    """Call backward(), and say more if a hook finds no gradient."""
+    try:
+        outputs.square().mean().backward()
+    except (AttributeError, TypeError) as error:
+        if "NoneType" in str(error):
+            error.args = (f"{error}: a gradient of this bucket is not there yet",)
+        raise
 
 
 def judge_calls(recording, in_backward, trained, step, frozen):
@@ -119,7 +138,10 @@ def judge_calls(recording, in_backward, trained, step, frozen):
         f"buckets of {sizes} numbers begin with the first weights, whose gradients "
         "come last: take the weights in reverse"
     )
-    assert sizes == right, f"the buckets have {sizes} numbers, and not {right}"
+    assert sizes == right, (
+        f"the buckets have {sizes} numbers, and not {right}: the next one begins as "
+        f"soon as one has at least {BUCKET_SIZE}"
+    )
     assert all(call.bytes == 8 * call.numel for call in recording.calls), (
         "the numbers are not sent with the gradient's dtype, float64"
     )
@@ -144,6 +166,10 @@ def judge_gradients(model, alone, step):
         assert ours is not None, f"step {step}: {name} has no gradient after finish()"
         assert difference(ours, RANKS * right) > 1e-12, (
             f"the gradient is the sum over the {RANKS} ranks: divide by their number"
+        )
+        assert difference(ours, right / RANKS) > 1e-12, (
+            f"step {step}: the gradient of {name} is {RANKS} times too small: is it "
+            "divided by the number of ranks twice?"
         )
         off = difference(ours, right)
         assert off < 1e-12, f"step {step}: the gradient of {name} is off by {off:.0e}"

@@ -10,16 +10,16 @@ SOLVED = (
     "Libraries such as torchmetrics keep sums like these for each metric; for a metric "
     "that is no mean over samples, such as AUROC, they gather the outputs of all. "
     "Torch has no function for it, only dist.all_reduce, in "
-    "torch/distributed/distributed_c10d.py, and sum, mean and count are what you make "
-    "of it."
+    "torch/distributed/distributed_c10d.py, whose argument op can be SUM, MIN or MAX: "
+    "what cannot be made of these, such as a median, has to be gathered."
 )
 # How many samples are in each rank's batches: as many batches on all, then others.
 SHARDS = [([4, 1], [4, 2], [3, 3]), ([4, 4, 1], [4, 2], []), ([], [3], [4, 4, 4, 1])]
 
 
 def check(answer, rank):
-    for sizes in SHARDS:
-        evaluate(answer, rank, sizes)
+    for sizes, training in zip(SHARDS, (True, False, True), strict=True):
+        evaluate(answer, rank, sizes, training)
 
 
 class Model(nn.Module):
@@ -36,19 +36,32 @@ class Model(nn.Module):
         return self.layer(self.dropout(inputs))
 
 
-def evaluate(answer, rank, sizes):
+def evaluate(answer, rank, sizes, training):
     """Compare the metrics with those of one process that has all samples."""
-    shards, model = make_shards(sizes), Model()
-    with Recording() as recording:
-        found = answer.evaluate(model, [*shards[rank]])
+    shards, model = make_shards(sizes), Model().train(training)
     empty = "" if sizes[rank] else ", whose shard is empty,"
+    with Recording() as recording:
+        try:
+            found = answer.evaluate(model, [*shards[rank]])
+        except ZeroDivisionError:
+            assert recording.calls, (
+                f"rank {rank}{empty} calls no all-reduce, and then divides by 0"
+            )
+            raise
     passes = [size for size, _, _ in model.passes]
     assert passes == sizes[rank], (
         f"on rank {rank}, the model has got batches of {passes}, and not {sizes[rank]}"
     )
-    for _, training, grad_enabled in model.passes:
-        assert not training, "the model is in training mode, with dropout: call eval()"
+    for _, was_training, grad_enabled in model.passes:
+        assert not was_training, (
+            "the model is in training mode, with dropout: call eval()"
+        )
         assert not grad_enabled, "activations are kept: evaluate under torch.no_grad()"
+    modes = {True: "training", False: "evaluation"}
+    assert model.training == training, (
+        f"the model came in {modes[training]} mode, and is given back in "
+        f"{modes[model.training]} mode: note model.training before eval()"
+    )
     assert isinstance(found, tuple) and len(found) == 2, (
         f"rank {rank}{empty} returns {type(found).__name__}, and not loss and accuracy"
     )
@@ -126,8 +139,10 @@ def judge_metrics(found, model, shards, rank):
             assert differ(ours, value) or not differ(value, right), (
                 f"rank {rank}: the {name} is {mistake}"
             )
+        close = abs(ours - right) < 1e-6
+        hint = ", about as exact as float32: are all sums float64?" if close else ""
         assert not differ(ours, right), (
-            f"rank {rank}: the {name} is {ours:.8f}, and not {right:.8f}"
+            f"rank {rank}: the {name} is {ours:.8f}, and not {right:.8f}{hint}"
         )
 
 

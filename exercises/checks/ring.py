@@ -11,13 +11,14 @@ SOLVED = (
     "more than the bytes, NCCL uses trees. "
     "In torch, dist.all_reduce stands in torch/distributed/distributed_c10d.py, and "
     "hands the tensor to a backend such as torch/csrc/distributed/c10d/"
-    "ProcessGroupGloo.cpp."
+    "ProcessGroupGloo.cpp; your two halves are also collectives by themselves, "
+    "dist.reduce_scatter_tensor and dist.all_gather_into_tensor, of which FSDP is made."
 )
 MESSAGES = 2 * (RANKS - 1)
 
 
 def check(answer, rank):
-    for shape in ((12,), (3, 4), (10,), (4,), (1000,)):
+    for shape in ((12,), (3, 4), (10,), (11,), (2, 4), (4,), (1000,)):
         reduce(answer, rank, shape)
 
 
@@ -49,6 +50,12 @@ def judge_messages(recording, rank, tensor):
         f"rank {rank} sends {numbers} numbers of a tensor of {tensor.numel()}: with "
         f"{RANKS} chunks of about equal sizes it sends {most} at most"
     )
+    sizes = [call.numel for call in sent]
+    rows = ", also where that divides a row" if tensor.dim() > 1 else ""
+    assert max(sizes) - min(sizes) <= 1, (
+        f"rank {rank} sends chunks of {sizes} numbers of a tensor of "
+        f"{[*tensor.shape]}: their sizes differ by one number at most{rows}"
+    )
     assert all(call.bytes == 8 * call.numel for call in sent), (
         "the numbers are not sent with the tensor's dtype, float64"
     )
@@ -68,6 +75,11 @@ def judge_sums(ours, before, right, rank):
         f"the tensor of rank {rank} is what it was: the sums belong into it, in place"
     )
     assert not torch.equal(ours, right / RANKS), "these are the means: return the sums"
+    same = (ours == before).sum().item()
+    assert not 0 < same < RANKS, (
+        f"{same} of the {right.numel()} numbers of rank {rank} are what they were: is "
+        "every number in a chunk?"
+    )
     where = f"of the {right.numel()} numbers of rank {rank}"
     larger, smaller = (ours > right).sum().item(), (ours < right).sum().item()
     assert not larger, (

@@ -7,6 +7,7 @@ from torch import nn
 
 @torch.no_grad()
 def evaluate(model, batches):
+    was_training = model.training
     model.eval()
     # Sums can be added up over ranks, and means cannot: a shard of five samples would
     # count as much as one of five thousand. float32 counts up to 16 million only.
@@ -17,6 +18,7 @@ def evaluate(model, batches):
         sums[0] += nn.functional.cross_entropy(outputs, targets, reduction="sum")
         sums[1] += (outputs.argmax(1) == targets).sum()
         sums[2] += len(targets)
+    model.train(was_training)
     # After the loop, because the ranks have different numbers of batches. A rank
     # without any adds three zeros, and the others wait for it as well.
     dist.all_reduce(sums)
