@@ -42,8 +42,9 @@ COMPUTES = 10  # of a core's time, for one rank: an endless loop
 
 DIED = "died"  # what is said of a rank that has ended without a word
 HANG = ": do all ranks make the same calls, in the same order?"
-CIRCLE = ": each waits for one that also waits: which call could begin without waiting?"
-MESSAGE = ": is each message both sent and received?"
+MESSAGE = (
+    ": a message needs two ranks: does the other begin it, before it waits itself?"
+)
 
 fork = multiprocessing.get_context("fork")
 
@@ -257,9 +258,8 @@ def verdict(said, pulse, path, may_die):
 def hint(places):
     """Return why the ranks may be waiting there."""
     calls = {place.removeprefix("wait in ").split()[0] for place in places}
-    if calls <= {"send", "recv"}:
-        return CIRCLE
-    others = calls - {"send", "recv", "isend", "irecv"}
+    others = calls - {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+    # "line": in a wait(); "have": have ended
     return MESSAGE if others < calls and others <= {"line", "have"} else HANG
 
 
@@ -271,7 +271,7 @@ def how_it_died(rank, code, pulse, path):
         name = signal.Signals(-code).name
         stack = pulse.fault[rank].read_text() if pulse.fault[rank].exists() else ""
         found = re.search(rf'File "{re.escape(str(path))}", line (\d+)', stack)
-        line = found and f" in line {found[1]}: {source(path, int(found[1]))}"
+        line = found and f" (line {found[1]}: {source(path, int(found[1]))})"
         sizes = ": have the two tensors of each message the same size and dtype?"
         cause = sizes if -code == signal.SIGABRT else ""
         return f"rank {rank} was ended by {name}{line or ''}{cause}"

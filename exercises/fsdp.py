@@ -14,10 +14,13 @@ class Sharded(nn.Module):
     What is counted, for each block: one dist.all_gather_into_tensor in the forward
     pass, one in the backward pass, then one dist.reduce_scatter_tensor, and no other
     collective. Also what a rank holds of whole weights and gradients: in memory are
-    those of one block, once, while it computes, and none between the two passes and
-    after them. Autograd keeps the tensors that it needs for the backward pass, so free
-    their memory: tensor.untyped_storage().resize_(0) does, and resize_(BYTES) gives
-    them memory again.
+    those of one block, once, while it computes. There are none before the first forward
+    pass, between the two passes and after them, also of the parameters with which the
+    block came. Autograd and others keep such tensors, so free their memory:
+    tensor.untyped_storage().resize_(0) does, and resize_(BYTES) gives them memory
+    again.
+
+    Gradients add up in .grad as usual, and the module also works under no_grad().
     """
 
     def __init__(self, block):

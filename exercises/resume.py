@@ -16,8 +16,9 @@ def save(folder, step, model, optimizer, scheduler):
     folder: a pathlib.Path on a disk that all ranks see; it need not be there yet
     step: how many optimizer steps have been taken
 
-    Whenever a process is killed, the checkpoint before this one can still be loaded.
-    It may be removed when this one is complete.
+    Once the first checkpoint is written, load() finds a complete one at every moment,
+    also between any two calls that change the folder. The one before may be removed
+    when this one is complete and load() would find it.
     """
     raise NotImplementedError
 

@@ -10,11 +10,12 @@ class ZeRO1:
 
     What is counted in a step: one dist.reduce_scatter_tensor of the gradients, one
     dist.all_gather_into_tensor of the new weights, and no other collective. Also the
-    numbers that the optimizer keeps on each rank.
+    numbers that the optimizer, and this object, keep on each rank from step to step.
     """
 
     def __init__(self, parameters, **options):
-        """parameters: of the model; options: those of torch.optim.AdamW."""
+        """parameters: what model.parameters() returns, which can be iterated over once;
+        options: those of torch.optim.AdamW, all of which may be given."""
         raise NotImplementedError
 
     def step(self):

@@ -155,7 +155,7 @@ MISTAKES = {
             "linear.bias",
             "copy it",
         ),
-        ("[dist.get_rank()].clone()", "[0].clone()", "has not the numbers of its part"),
+        ("[dist.get_rank()].clone()", "[-dist.get_rank()].clone()", "has not the numb"),
         (
             "return Sum.apply(part) + self.bias",
             "units = [torch.empty_like(part) for _ in range(3)]\n"
@@ -173,6 +173,26 @@ MISTAKES = {
             "return Sum.apply(part) + self.bias",
             "dist.all_reduce(part)\n        return part + self.bias",
             "y does not go through Sum",
+        ),
+        (
+            "tensor_split(dist.get_world_size(), dim)",
+            "chunk(dist.get_world_size(), dim)",
+            "on rank 1, not [3, 5]: is it that of tensor_split()",
+        ),
+        (
+            "        self.bias = nn.Parameter(mine(",
+            "        self.linear = [linear]\n        self.bias = nn.Parameter(mine(",
+            "Column keeps the whole layer that it was given",
+        ),
+        (
+            "return Sum.apply(part) + self.bias",
+            "return Sum.apply(part + self.bias / 3)",
+            "gets its whole gradient. Is it in the output once",
+        ),
+        (
+            "return Sum.apply(part) + self.bias",
+            "return Sum.apply(part if dist.get_rank() else part + self.bias)",
+            "Row.bias gets no gradient on rank 1: each rank has the whole bias",
         ),
     ],
     "ddp": [
@@ -377,8 +397,8 @@ MISTAKES = {
             "holds",
         ),
         (
-            " / self.ranks\n        self.piece.grad",
-            "\n        self.piece.grad",
+            " / self.ranks\n        mine",
+            "\n        mine",
             "divide",
         ),
         ("outputs.register_hook(self.gather)", "pass", "gather before it"),
@@ -413,14 +433,14 @@ MISTAKES = {
         ("chunk(self.ranks)\n", "chunk(self.ranks)[::-1]\n", "numbers of piece 0"),
         ("[dist.get_rank()].clone()", "[dist.get_rank()]", "clone it"),
         (
-            "        dist.reduce_scatter_tensor(self.piece.grad, gradients)",
+            "        dist.reduce_scatter_tensor(mine, gradients)",
             "        dist.all_reduce(gradients)\n"
-            "        self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "        mine = gradients.chunk(self.ranks)[dist.get_rank()]",
             "by an all-reduce in the backward pass",
         ),
         (
-            "        dist.reduce_scatter_tensor(self.piece.grad, gradients)",
-            "        self.piece.grad = gradients.chunk(self.ranks)[dist.get_rank()]",
+            "        dist.reduce_scatter_tensor(mine, gradients)",
+            "        mine = gradients.chunk(self.ranks)[dist.get_rank()]",
             "calls 0 reduce-scatters, not 3",
         ),
         (
@@ -431,12 +451,22 @@ MISTAKES = {
         (
             "        self.free()\n\n    def flat",
             "\n    def flat",
-            "free them in __init__()",
+            "resize the storages of its parameters to 0 in __init__()",
         ),
         (
             "        self.gather()\n        outputs",
             "        self.gather()\n        self.gather()\n        outputs",
             "calls 6 all-gathers, not 3",
+        ),
+        (
+            "mine if self.piece.grad is None else self.piece.grad + mine",
+            "mine",
+            "is it added to the .grad that is there?",
+        ),
+        (
+            "if outputs.requires_grad:",
+            "if True:",
+            "cannot register a hook on a tensor that doesn't require gradient (fsdp.py",
         ),
     ],
     "pipeline": [
@@ -458,7 +488,7 @@ MISTAKES = {
         (
             "ahead = min(stages - 1 - stage, count)",
             "ahead = stages - 1 - stage",
-            "StopIteration",
+            "StopIteration: with 1 micro-batches for 3 stages: no more forward passes",
         ),
         (
             " / count  # the",
@@ -476,7 +506,7 @@ MISTAKES = {
             "    for each in operations:\n"
             "        name = each.op.__name__.removeprefix('i')\n"
             "        getattr(dist, name)(each.tensor, each.peer)",
-            "do all ranks make the same calls",
+            "a message needs two ranks: does the other begin it, before it waits",
         ),
         (
             "    for work in dist.batch_isend_irecv(operations):\n        work.wait()",
@@ -490,7 +520,7 @@ MISTAKES = {
             "        part.outputs_of_all = [*getattr(part, 'outputs_of_all', []), y]",
             "outputs are still there",
         ),
-        ("else x.requires_grad_()", "else x", "wait in"),
+        ("else x.requires_grad_()", "else x", "call requires_grad_() before the part"),
         (
             "        y.backward(gradient)",
             "        part.zero_grad()\n        y.backward(gradient)",
@@ -578,6 +608,23 @@ MISTAKES = {
             '            "step": step, "random": torch.rand(1),\n',
             "save() changes the random numbers on rank 0",
         ),
+        (  # also where random numbers are sent, which pickles them with torch.save
+            "    unfinished.mkdir(",
+            "    dist.all_gather_object([None] * 3, torch.get_rng_state())\n"
+            "    unfinished.mkdir(",
+            "        unfinished.rename(",
+            '        if old := max(folder.glob("step-*"), default=None):\n'
+            '            (old / "shared.pt").unlink()\n'
+            "        unfinished.rename(",
+            "load() begins with half of a checkpoint, on rank 0: FileNotFoundError",
+        ),
+        (
+            "import torch\nimport",
+            "import shutil\n\nimport torch\nimport",
+            "unfinished.rename(folder",
+            "shutil.copytree(unfinished, folder",
+            "is a file copied? A copy can be cut off in the middle",
+        ),
     ],
     "ring": [
         (
@@ -593,7 +640,7 @@ MISTAKES = {
         (
             "sending = dist.isend(outgoing, right)",
             "dist.send(outgoing, right)",
-            "wait in send (line 19: dist.send(outgoing, right)): each waits for one",
+            "wait in send (line 19: dist.send(outgoing, right)): a message needs two",
         ),
         ("        sending.wait()\n", "", "rank 0 waits for 4 of 8 messages"),
         ("incoming.copy_(received)", "incoming += received", "are larger than the sum"),
@@ -641,7 +688,7 @@ MISTAKES = {
         (
             "torch.empty_like(incoming)",
             "torch.empty_like(outgoing)",
-            "of each message the same size and dtype?",
+            "by SIGABRT (line 20: dist.recv(received, left)): have the two tensors of",
         ),
     ],
     "sampler": [
@@ -763,7 +810,30 @@ MISTAKES = {
             "self.weights = list(parameters)[::-1]",
             "other numbers than piece 0 of the weights",
         ),
+        (
+            "weight.grad = None",
+            "weight.grad.zero_()",
+            "the gradients are zeros, which need as much memory",
+        ),
+        (
+            "whole = gradients  #",
+            "whole = self.whole = gradients  #",
+            "rank 0 keeps 228 numbers besides the model",
+        ),
+        (
+            "**options)\n\n    def flat",
+            'lr=options["lr"])\n\n    def flat',
+            "the optimizer's betas is (0.9, 0.999), not (0.8, 0.9): hand on all",
+        ),
     ],
+}
+# {piece: (a text of the solution, what replaces it)}: as right as the solution
+AS_GOOD = {
+    "pipeline": ("return y.detach()", "return y"),
+    "zero1": (
+        "        self.optimizer.step()\n",
+        "        self.optimizer.step()\n        self.piece.grad = None\n",
+    ),
 }
 # {what an answer does when it is loaded: what the check says of it}
 ODD = {
@@ -841,6 +911,14 @@ def test_a_wrong_answer_is_refused_with_its_own_words(
     said = run(name, wrong.read_text(), 1)
     assert said.startswith("Not solved yet: ") and said.count("\n") == 1
     assert words in said
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", AS_GOOD)
+def test_another_right_answer_is_right(name, run, tmp_path):
+    other = tmp_path / "other.py"
+    replace_once(FOLDER / "solutions" / f"{name}.py", AS_GOOD[name], target=other)
+    assert run(name, other.read_text(), 0).startswith("Solved. ")
 
 
 @pytest.mark.ci

@@ -1,5 +1,9 @@
 """Checks column_row.py: two layers on three ranks against one process, in float64."""
 
+import copy
+import gc
+import weakref
+
 import torch
 
 # backward() with a gradient needs it; otherwise each rank imports it, in seconds
@@ -18,7 +22,7 @@ SOLVED = (
     " becomes a reduce-scatter and a later all-gather: between the layers a rank then"
     " keeps only its part of the activations, too."
 )
-BATCH, INPUTS, UNITS, OUTPUTS = 4, 5, 8, 7  # 8 units: 3, 3 and 2 of them
+BATCH, INPUTS, UNITS, OUTPUTS = 4, 5, 10, 7  # 10 units: 4, 3 and 3 of them
 
 
 def check(answer, rank):
@@ -55,12 +59,12 @@ def numbers_of(rank):
     return numbers * (rank + 1), numbers * (ranks + 1).sum()
 
 
-def check_copy(copy, rank):
+def check_copy(answers, rank):
     x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     other = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
     gradient, total = numbers_of(rank)
     # both terms are given the same gradient, also in memory; the second one later
-    given, same, output = gradient.clone(), 1 * other, copy.apply(x)
+    given, same, output = gradient.clone(), 1 * other, answers.apply(x)
     assert difference(output, x.detach()) == 0, "Copy's output is not its input"
     (output + same).backward(given)
     assert x.grad is not None, "no gradient comes through Copy"
@@ -116,10 +120,12 @@ def check_parts(layer, linear, dim, rank):
         "weight": linear.weight.detach().tensor_split(RANKS, dim)[rank],
         "bias": whole if dim else whole.tensor_split(RANKS)[rank],
     }
+    hint = ": is it that of tensor_split() along the units?"
     for name, right in wanted.items():
         found = getattr(layer, name).detach()
         assert found.shape == right.shape, (
             f"{kind}.{name} is {[*found.shape]} on rank {rank}, not {[*right.shape]}"
+            f"{hint if right.shape != whole.shape else ''}"
         )
         assert difference(found, right) == 0, (
             f"{kind}.{name} on rank {rank} has not the numbers of its part of the layer"
@@ -133,6 +139,14 @@ def check_parts(layer, linear, dim, rank):
         assert found.untyped_storage().data_ptr() != at, (
             f"{kind}.{name} is in the memory of the layer that was given: copy it"
         )
+    given = copy.deepcopy(linear)
+    weight, other = weakref.ref(given.weight), type(layer)(given)
+    del given
+    gc.collect()
+    assert weight() is None, (
+        f"{type(other).__name__} keeps the whole layer that it was given: rank {rank}"
+        " needs its part only"
+    )
 
 
 def check_forward(units, y, right_units, right, second, rank):
@@ -185,12 +199,19 @@ def check_gradients(column, first, row, second, found, expected, rank):
             if kind == "Column" or name == "weight":
                 right = right.tensor_split(RANKS, 0 if kind == "Column" else 1)[rank]
             ours = getattr(layer, name).grad
-            assert ours is not None, f"{kind}.{name} gets no gradient"
+            bias = (
+                ": each rank has the whole bias, and gets its whole gradient. Is it in"
+                " the output once, on each rank?"
+            )
+            hint = bias if (kind, name) == ("Row", "bias") else ""
+            assert ours is not None, (
+                f"{kind}.{name} gets no gradient on rank {rank}{hint}"
+            )
             assert difference(ours, RANKS * right) > 1e-9, (
                 f"{kind}.{name} gets {RANKS} times its gradient"
             )
             off = difference(ours, right)
             assert off < 1e-12, (
                 f"{kind}.{name}'s gradient on rank {rank} differs from one process's by"
-                f" {off:.0e}"
+                f" {off:.0e}{hint}"
             )

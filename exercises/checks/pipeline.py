@@ -32,10 +32,10 @@ def check(answer, rank):
         given = [each.clone() for each in inputs]
         for x, target in zip(inputs, targets, strict=True):
             (nn.functional.mse_loss(alone(x), target) / count).backward()
-        part = Recorded(parts[rank])
+        part = Recorded(parts[rank], rank)
         with Exchanges() as exchanges:
             like = torch.zeros(shape, **options)
-            answer.train_step(part, given, targets, nn.functional.mse_loss, like)
+            train_step(answer, part, given, targets, like)
         check_waits(exchanges, count, rank)  # first: what is in flight disturbs others
         on_all_ranks(check_passes, part, count, rank)
         on_all_ranks(check_exchanges, exchanges, count, rank)
@@ -49,6 +49,20 @@ def make_parts():
     return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
 
+def train_step(answer, part, inputs, targets, like):
+    """Call the answer, and say more if it counts too many micro-batches."""
+    try:
+        answer.train_step(part, inputs, targets, nn.functional.mse_loss, like)
+    except (IndexError, StopIteration) as error:
+        if len(inputs) < RANKS:
+            said = f"{error}, ".lstrip(", ")
+            error.args = (
+                f"{said}with {len(inputs)} micro-batches for {RANKS} stages: no more"
+                " forward passes than these come before the first backward pass",
+            )
+        raise
+
+
 class Recorded(nn.Module):
     """A part that notes its passes, and how many of its outputs are still there.
 
@@ -56,11 +70,16 @@ class Recorded(nn.Module):
         forward pass
     """
 
-    def __init__(self, part):
+    def __init__(self, part, stage):
         super().__init__()
+        self.stage = stage
         self.part, self.passes, self.outputs, self.kept = part, [], [], 0
 
     def forward(self, inputs):
+        assert self.stage == 0 or inputs.requires_grad, (
+            f"what stage {self.stage} has received does not require a gradient, so it"
+            " gets none to send back: call requires_grad_() before the part"
+        )
         there = [output for output in self.outputs if output() is not None]
         self.kept = max(self.kept, len(there))
         number = len(self.outputs)
@@ -95,6 +114,9 @@ class Exchanges(Recording):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         before = len(self.events)
+        if operation == torch.ops.c10d.send.default:
+            # The message is kept, and may not keep an output whose graph it has.
+            args = ([tensor.detach() for tensor in args[0]], *args[1:])
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         for event in self.events[before:]:
             if event.name in ("send", "recv"):

@@ -4,6 +4,7 @@ import torch
 import torch._dynamo  # otherwise each rank does, for its optimizer, in seconds
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from exercises.checks import RANKS
 from exercises.checks import Recording
@@ -24,12 +25,13 @@ def check(answer, rank):
     model, alone = make_model(), make_model()
     ours = answer.ZeRO1(model.parameters(), **OPTIONS)
     right = torch.optim.AdamW(alone.parameters(), **OPTIONS)
-    used = []  # the optimizers that take a step, and their weights before it
+    used = []  # the optimizers that take a step, their weights and gradients before it
 
     def note(optimizer, *_):
         groups = optimizer.param_groups
         weights = [weight for group in groups for weight in group["params"]]
-        used.append((optimizer, [weight.detach().clone() for weight in weights]))
+        grads = [weight.grad for weight in weights]
+        used.append((optimizer, *map(copies, (weights, grads))))
 
     register_optimizer_step_pre_hook(note)
     for step in (1, 2, 3):
@@ -47,10 +49,18 @@ def check(answer, rank):
         on_all_ranks(check_piece, *used[0], before, alone, rank)
         on_all_ranks(check_weights, model, alone, before, step, rank)
         ours.zero_grad()
-        assert all(not is_there(weight.grad) for weight in model.parameters()), (
+        grads = [
+            weight.grad for weight in model.parameters() if weight.grad is not None
+        ]
+        assert not any(grad.any() for grad in grads), (
             f"step {step}: after zero_grad() the model's weights have their gradients"
             " still, and the next ones are added"
         )
+        assert not grads, (
+            f"step {step}: after zero_grad() the gradients are zeros, which need as"
+            " much memory as before: set them to None"
+        )
+        on_all_ranks(check_kept, ours, model, rank)
 
 
 def make_model():
@@ -59,8 +69,8 @@ def make_model():
     return nn.Sequential(*layers).double()
 
 
-def is_there(gradient):
-    return gradient is not None and gradient.any()
+def copies(tensors):
+    return [each if each is None else each.detach().clone() for each in tensors]
 
 
 def vector_of(model):
@@ -74,7 +84,7 @@ def pieces_of(vector):
 def check_optimizer(used, rank):
     assert used, "step() calls the step() of no optimizer of torch"
     assert len(used) == 1, f"step() calls the step() of {len(used)} optimizers, not one"
-    optimizer, _ = used[0]
+    optimizer, *_ = used[0]
     assert type(optimizer) is torch.optim.AdamW, (
         f"the optimizer is {type(optimizer).__name__}, not torch.optim.AdamW"
     )
@@ -89,6 +99,11 @@ def check_optimizer(used, rank):
         f"rank {rank}'s optimizer has {found} numbers; its piece of {NUMBERS} weights"
         f" and {PADDED - NUMBERS} zero has {expected}"
     )
+    for name, right in OPTIONS.items():
+        ours = optimizer.param_groups[0][name]
+        assert ours == right, (
+            f"the optimizer's {name} is {ours}, not {right}: hand on all options"
+        )
     held = sum(weight.untyped_storage().nbytes() // 8 for weight in weights)
     assert held == found, (
         f"rank {rank}'s piece is a view into a vector of {held} numbers, which stays in"
@@ -115,28 +130,44 @@ def check_collectives(recording, rank):
     assert not others, f"step() also calls {' and '.join(others)}"
 
 
-def check_piece(optimizer, olds, before, alone, rank):
+def check_piece(optimizer, olds, grads, before, alone, rank):
     """Compare what AdamW was given; its update hardly depends on a factor.
 
-    olds: the optimizer's weights, and before: the model's, before the step
+    olds, grads: the optimizer's weights, and before: the model's, before the step
     """
-    (piece,) = optimizer.param_groups[0]["params"]
+    (gradient,) = grads
     assert difference(olds[0], pieces_of(before)[rank]) == 0, (
         f"rank {rank}'s optimizer updates other numbers than piece {rank} of the"
         f" weights (of the pieces 0 to {RANKS - 1}, in the weights' order)"
     )
-    assert piece.grad is not None, (
+    assert gradient is not None, (
         f"rank {rank}'s piece has no .grad when its optimizer takes a step"
     )
     vector = torch.cat([weight.grad.flatten() for weight in alone.parameters()])
     pieces = pieces_of(vector)
-    assert difference(piece.grad, RANKS * pieces[rank]) > 1e-9, (
+    assert difference(gradient, RANKS * pieces[rank]) > 1e-9, (
         f"the gradient is the sum over {RANKS} ranks: divide it by their number"
     )
-    off = difference(piece.grad, pieces[rank])
+    off = difference(gradient, pieces[rank])
     assert off < 1e-12, (
         f"rank {rank}'s gradient is off by {off:.0e}: is it the mean over the ranks, of"
         " the weights of its piece?"
+    )
+
+
+def check_kept(ours, model, rank):
+    """Count the numbers of all tensors that the answer's object has, also in lists."""
+    of_model = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    tensors = filter(torch.is_tensor, tree_leaves(vars(ours)))
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors
+    }
+    held = sum(
+        each.nbytes() // 8 for at, each in storages.items() if at not in of_model
+    )
+    assert held < NUMBERS, (
+        f"between two steps rank {rank} keeps {held} numbers besides the model: do not"
+        " make an attribute of what step() no longer needs"
     )
 
 

@@ -60,8 +60,9 @@ class Sharded(nn.Module):
             return
         self.waiting = len(self.weights)
         gradients = self.flat([weight.grad for weight in self.weights]) / self.ranks
-        self.piece.grad = torch.empty_like(self.piece)
-        dist.reduce_scatter_tensor(self.piece.grad, gradients)
+        mine = torch.empty_like(self.piece)
+        dist.reduce_scatter_tensor(mine, gradients)
+        self.piece.grad = mine if self.piece.grad is None else self.piece.grad + mine
         for weight in self.weights:
             weight.grad = None
         self.free()
