@@ -42,9 +42,7 @@ COMPUTES = 10  # of a core's time, for one rank: an endless loop
 
 DIED = "died"  # what is said of a rank that has ended without a word
 HANG = ": do all ranks make the same calls, in the same order?"
-MESSAGE = (
-    ": a message needs two ranks: does the other begin it, before it waits itself?"
-)
+MESSAGE = ": a message needs two ranks: does the other begin it before it waits itself?"
 
 fork = multiprocessing.get_context("fork")
 
@@ -61,7 +59,8 @@ def one_rank(phase, rank, path, wanted, folder, pulse, parent, connection):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPUTES, COMPUTES + 1))
     only_python_prints()
-    faulthandler.enable(os.open(pulse.fault[rank], os.O_CREAT | os.O_WRONLY))
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    faulthandler.enable(os.open(pulse.fault[rank], flags))
     os.chdir(folder / "work")
     beats = (pulse, parent, str(path), rank)
     threading.Thread(target=beat, args=beats, daemon=True).start()
@@ -164,9 +163,7 @@ def explain(error, path):
     if isinstance(error, AssertionError):
         return text
     number = frames[-1][1]
-    file = Path(
-        names[-1]
-    )  # of the check, which has the name of the answer, or of torch
+    file = Path(names[-1])  # with its folder, as a check has the name of an answer
     short = file.relative_to(HERE) if file.is_relative_to(HERE) else file.name
     line = f"{short}, line {number}: {source(file, number)}"
     return f"{text} (when the check used what your code returned; {line})"

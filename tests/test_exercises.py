@@ -1,6 +1,7 @@
-"""The pieces of exercises/: the stub is refused, the solution is not, and each wrong
-answer in MISTAKES is refused with words of its own. What check.py does with an answer
-that hangs, fails, ends its process or is ended leaves no process behind.
+"""The pieces of exercises/: the stub is refused, the solution and those in AS_GOOD are
+not, and each wrong answer in MISTAKES is refused with words of its own. What check.py
+does with an answer that hangs, fails, ends its process or is ended leaves no process
+behind.
 """
 
 import shutil
@@ -506,7 +507,7 @@ MISTAKES = {
             "    for each in operations:\n"
             "        name = each.op.__name__.removeprefix('i')\n"
             "        getattr(dist, name)(each.tensor, each.peer)",
-            "a message needs two ranks: does the other begin it, before it waits",
+            "a message needs two ranks: does the other begin it before it waits",
         ),
         (
             "    for work in dist.batch_isend_irecv(operations):\n        work.wait()",
