@@ -97,9 +97,7 @@ def main():
     solutions = f'"""Solutions of the exercises in {args.name}.ipynb."""\n'
     for n in (1, 2):
         banner = f"# ---- exercise {n} ".ljust(88, "-")
-        solutions += (
-            f"\n{banner}\n# TODO: why this is right, in a sentence or two.\n"
-        )
+        solutions += f"\n{banner}\n# TODO: why this is right, in a sentence or two.\n"
         solutions += f"answer_{n} = {n}\n"
     (folder / "solutions.py").write_text(solutions)
     with TOML.open("a") as file:
