@@ -169,6 +169,15 @@ GATHERED = """\
         others[dist.get_rank()] = mine
         loss = (mine[:, None] - torch.cat(others)).square().mean()
 """
+WEIGHTED = """\
+        n = dist.get_world_size()
+        noise = torch.tensor([random.random() for _ in range(n * len(points))])
+        noise = noise[dist.get_rank() :: n, None]
+        weights = noise[:, 0] / noise.max()
+        logits = model(points + noise)
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = (loss * weights).mean()
+"""
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), {})"
 HEAD = "\n\n@torch.no_grad()\ndef evaluate("
 MEANS = (
@@ -535,6 +544,16 @@ RIGHT = {
 def test_what_is_right_is_not_refused(script, tmp_path):
     text = check(tmp_path, *RIGHT[script])
     assert "equal except for rounding" in text and ":  " not in text, text
+
+
+def test_what_is_drawn_alike_and_dealt_out_is_not_the_same_on_all_ranks(tmp_path):
+    """The mistake is in the weights, which each rank divides by its own largest."""
+    changes = [
+        (LOSS, WEIGHTED),
+        before(DATA, "random.seed(0)"),
+        ("import os\n", "import os\nimport random\n"),
+    ]
+    assert "draw the same numbers" not in check(tmp_path, *changes, code=1)
 
 
 def test_noise_is_a_note(tmp_path):

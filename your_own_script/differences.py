@@ -424,7 +424,11 @@ def find_match(alone, steps):
 
 
 def draws_are_equal(c):
-    """All ranks' generators are in the same state, and something is drawn from them."""
+    """All ranks' generators are in the same state, and something is drawn from them.
+
+    That is right where all ranks draw a batch alike, and each takes its part: then what
+    they get together is what one process gets.
+    """
     if c.n == 1 or not c.steps:
         return
     forwards = [trace.steps[0].forwards for trace in c.ranks]
@@ -437,7 +441,9 @@ def draws_are_equal(c):
         what = None
         if name == "torch" and any(forward["drops"] for forward in forwards[0]):
             what = "the same dropout, which is off here,"
-        elif c.random and any(moves_in_a_pass(trace, number) for trace in c.ranks):
+        elif any(moves_in_a_pass(trace, number) for trace in c.ranks) and (
+            c.model_random or (c.inputs_random and not c.inputs_equal)
+        ):
             what = "the same numbers"
         if what:
             seen = f"step 1: all ranks draw {what} from {name}"
