@@ -1,7 +1,6 @@
 """What tests of your_own_script/hugging_face and other_libraries/hf_*.py share."""
 
 import functools
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tools.stages import ROOT
 harness.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
+MODULES = "fsdp", "hf_args", "lora", "sharded"  # a changed copy can be beside a script
 BEFORE, FSDP, LORA = (SCRIPTS / f"{name}.py" for name in ("before", "fsdp", "lora"))
 
 
@@ -37,16 +37,16 @@ def command(script, processes, *arguments):
     return [*launch, script, *arguments]
 
 
-def run(words, folder, code=0, **options):
+def run(words, folder, code=0, prepare=None, **options):
     """Run a script in forks, in the folder `folder`/work; return a harness.Done."""
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
-    for name in ("fsdp", "hf_args", "lora", "sharded"):  # a fork would have this one's
-        sys.modules.pop(name, None)
     options |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < 2:
         options["CUDA_VISIBLE_DEVICES"] = ""
-    return harness.run(words, folder, code, forks=True, cwd=work, **options)
+    prepare = functools.partial(spy.import_again, MODULES, prepare)
+    options |= {"forks": True, "cwd": work, "prepare": prepare}
+    return harness.run(words, folder, code, **options)
 
 
 def train_before(model, flags, samples, folder, *changes):

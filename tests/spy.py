@@ -139,3 +139,11 @@ def exact_norm_and_shuffle(num_samples):
 def without_module(name):
     """Have a module be missing, as if it were not installed."""
     sys.modules[name] = None
+
+
+def import_again(names, prepare=None):
+    """Forget modules that the server of the forks has imported; then call `prepare`."""
+    for name in names:
+        sys.modules.pop(name, None)
+    if prepare:
+        prepare()

@@ -327,7 +327,7 @@ def test_the_address_of_the_symptoms_has_the_words(visit):
     assert 0 < left.count() < 5
     assert left.first.locator("td").last.is_visible()
     page.get_by_label("Words of your message").fill("EADDRINUSE")
-    assert page.url.endswith("#find=EADDRINUSE")
+    page.wait_for_url("**#find=EADDRINUSE")
 
 
 # ---- any two stages ------------------------------------------------------------------
