@@ -171,12 +171,11 @@ GATHERED = """\
 """
 WEIGHTED = """\
         n = dist.get_world_size()
-        noise = torch.tensor([random.random() for _ in range(n * len(points))])
-        noise = noise[dist.get_rank() :: n, None]
-        weights = noise[:, 0] / noise.max()
-        logits = model(points + noise)
+        drawn = torch.tensor([random.random() for _ in range(n * len(points))])
+        drawn = drawn[dist.get_rank() :: n, None]
+        logits = model(points + drawn)
         loss = nn.functional.cross_entropy(logits, labels, reduction="none")
-        loss = (loss * weights).mean()
+        loss = (loss * drawn[:, 0] / drawn.max()).mean()
 """
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), {})"
 HEAD = "\n\n@torch.no_grad()\ndef evaluate("
@@ -332,6 +331,14 @@ MISTAKES = {
     "unequal_counts": (
         [(LOSS, LOSS.replace("labels)", "labels, ignore_index=3)"))],
         "step 1: the gradient of; the mean of the ranks' losses; divisor",
+    ),
+    "drawn_alike_and_dealt_out": (  # which is right; each divides by its own largest
+        [
+            (LOSS, WEIGHTED),
+            before(DATA, "random.seed(0)"),
+            ("import os\n", "import os\nimport random\n"),
+        ],
+        "step 1: what div (after.py:; computes for a sample; on the other samples",
     ),
     "samples_compared": (
         [(LOSS, LOSS.replace("points), labels", f"points){SIMILAR}"))],
@@ -544,16 +551,6 @@ RIGHT = {
 def test_what_is_right_is_not_refused(script, tmp_path):
     text = check(tmp_path, *RIGHT[script])
     assert "equal except for rounding" in text and ":  " not in text, text
-
-
-def test_what_is_drawn_alike_and_dealt_out_is_not_the_same_on_all_ranks(tmp_path):
-    """The mistake is in the weights, which each rank divides by its own largest."""
-    changes = [
-        (LOSS, WEIGHTED),
-        before(DATA, "random.seed(0)"),
-        ("import os\n", "import os\nimport random\n"),
-    ]
-    assert "draw the same numbers" not in check(tmp_path, *changes, code=1)
 
 
 def test_noise_is_a_note(tmp_path):

@@ -358,18 +358,19 @@ def samples_differ(c):
     """The ranks' samples in a step are not those of one process, or the same on all.
 
     They are told by what the model gets. If that differs, and what the loader returned
-    does not, or its index, then it is the inputs that differ.
+    does not, or its index, then it is the inputs that differ. If it never differs, what
+    is random in it was drawn alike, and dealt out: then nothing is random by rank.
     """
+    found = set()
     for s in range(c.steps):
         steps = [trace.steps[s] for trace in c.ranks]
         alone = c.one.steps[s] if s < c.common else None
         base = find_base(alone, steps)
-        if (
-            base is None
-        ):  # nothing was seen, in a step without a forward pass for instance
+        if base is None:  # a step without a forward pass, for instance
             continue
         each = [step.samples(base) for step in steps]
         matched = alone and find_match(alone, steps)
+        found.add(matched)
         if matched in ("model", "columns"):
             c.inputs_equal = c.inputs_equal or s == 0
         elif c.n > 1 and not matched and all(set(x) == set(each[0]) for x in each):
@@ -381,10 +382,8 @@ def samples_differ(c):
             return
         elif matched and has_samples("model", alone, steps):
             what = "what the model gets" if matched == "loader" else "what is read"
-            seen = (
-                f"{c.label(s)}: {what} for the same samples is not what it is on one "
-            )
-            seen += "process"
+            seen = f"{c.label(s)}: {what} for the same samples"
+            seen += " is not what it is on one process"
             yield Difference("inputs", s + 1, seen, s=s, base=matched)
             return
         elif alone and not matched:
@@ -393,15 +392,12 @@ def samples_differ(c):
             if wanted.total() == got.total():
                 known = (wanted & got).total()
                 seen = f"{known} of the {got.total()} samples are those of one process"
-            facts = {
-                "s": s,
-                "same": False,
-                "each": each,
-                "base": base,
-                "wanted": wanted,
-            }
-            yield Difference("samples", s + 1, f"{c.label(s)}: {seen}", **facts)
+            facts = {"s": s, "same": False, "each": each, "base": base}
+            seen = f"{c.label(s)}: {seen}"
+            yield Difference("samples", s + 1, seen, wanted=wanted, **facts)
             return
+    if found and found <= {"model", "columns"}:
+        c.inputs_random, c.random = False, c.model_random
 
 
 def find_base(alone, steps):
@@ -424,11 +420,7 @@ def find_match(alone, steps):
 
 
 def draws_are_equal(c):
-    """All ranks' generators are in the same state, and something is drawn from them.
-
-    That is right where all ranks draw a batch alike, and each takes its part: then what
-    they get together is what one process gets.
-    """
+    """All ranks' generators are in the same state, and something is drawn from them."""
     if c.n == 1 or not c.steps:
         return
     forwards = [trace.steps[0].forwards for trace in c.ranks]
@@ -441,9 +433,7 @@ def draws_are_equal(c):
         what = None
         if name == "torch" and any(forward["drops"] for forward in forwards[0]):
             what = "the same dropout, which is off here,"
-        elif any(moves_in_a_pass(trace, number) for trace in c.ranks) and (
-            c.model_random or (c.inputs_random and not c.inputs_equal)
-        ):
+        elif c.random and any(moves_in_a_pass(trace, number) for trace in c.ranks):
             what = "the same numbers"
         if what:
             seen = f"step 1: all ranks draw {what} from {name}"
