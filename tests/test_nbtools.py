@@ -1,6 +1,7 @@
 """nbtools shows a command as it runs it, and fails when the command fails."""
 
 import linecache
+import math
 from pathlib import Path
 
 import psutil
@@ -224,3 +225,12 @@ def test_max_abs_diff_compares_weights_of_the_same_names(tmp_path):
     assert lesson.max_abs_diff(tmp_path / "a", tmp_path / "b") == 0.5
     with pytest.raises(ValueError, match="module.w"):
         lesson.max_abs_diff(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_weight_that_is_no_number_is_not_repaired(monkeypatch):
+    """Also if it is not the first one: a comparison with it is never true."""
+    two = {"a": torch.zeros(2), "b": torch.tensor([0.0, math.nan])}
+    each = iter([two, {name: torch.zeros(2) for name in two}])
+    monkeypatch.setattr(lesson, "weights_of", lambda *_: next(each))
+    with pytest.raises(AssertionError, match="b is off by nan"):
+        lesson.assert_repaired("mine.py", "program.py", check=False)
