@@ -104,14 +104,8 @@ class Collectives(Count):
         self.seen = []
 
     def note(self, operation, args, result):
-        # c10d: of torch.distributed, DDP and FSDP2; the other: of DTensor
-        if operation.namespace not in ("c10d", "_c10d_functional"):
-            return
-        letters = operation.__name__.replace("_", "")
-        for name in COLLECTIVES:
-            if name.replace("_", "") in letters:
-                self.seen.append((name, *sizes(name, args, result)))
-                break
+        if name := collective_of(operation):
+            self.seen.append((name, *sizes(name, args, result)))
 
     def total(self):
         """Return {name: {"calls": their number, "bytes": given by this process}}."""
@@ -123,16 +117,29 @@ class Collectives(Count):
         return found
 
 
+def collective_of(operation):
+    """Return the name in torch.distributed of a collective, or None of what is none."""
+    # c10d: of torch.distributed, DDP and FSDP2; the other: of DTensor
+    if operation.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    letters = operation.__name__.replace("_", "")
+    return next((n for n in COLLECTIVES if n.replace("_", "") in letters), None)
+
+
+def tensors_of(args):
+    """Return the lists of tensors among the arguments: what is given comes last."""
+    groups = [list(filter(torch.is_tensor, tree_leaves(each))) for each in args]
+    return [group for group in groups if group]
+
+
 def sizes(name, args, result):
     """Return the dtype of a collective, the bytes of its input, and of the whole."""
     # of the parameters, the output if there is one, then the input; then the result
-    groups = [list(filter(torch.is_tensor, tree_leaves(a))) for a in (*args, result)]
-    *inputs, results = groups
-    inputs = [group for group in inputs if group]
+    inputs, results = tensors_of(args), tensors_of([result])
     if name == "barrier" or not inputs:
         return None, 0, 0
     sums = [sum(tensor.nbytes for tensor in group) for group in inputs]
-    whole = max(*sums, sum(tensor.nbytes for tensor in results))
+    whole = max(*sums, *(sum(t.nbytes for t in group) for group in results))
     return inputs[-1][0].dtype, sums[-1], whole
 
 

@@ -19,14 +19,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from nbtools.counting import Count
+from nbtools.counting import collective_of
+from nbtools.counting import tensors_of
 
 RANKS = 3
-# Operations are called allreduce_, _allgather_base_ and so on. The first of these whose
-# letters are in such a name is the collective.
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast")
-COLLECTIVES += ("barrier", "gather", "scatter", "reduce", "send", "recv")
 
 
 class Call(NamedTuple):
@@ -46,7 +44,7 @@ class Call(NamedTuple):
     peer: int | None = None
 
 
-class Recording(TorchDispatchMode):
+class Recording(Count):
     """Notes what a block of code, and the backward passes in it, call on this rank.
 
     with Recording() as recording:
@@ -100,27 +98,21 @@ class Recording(TorchDispatchMode):
             assert args[2] < RANKS, (
                 f"there is no rank {args[2]}: the last is {RANKS - 1}"
             )
-        result = operation(*args, **(kwargs or {}))
-        if operation.namespace in ("c10d", "_c10d_functional"):
+        return super().__torch_dispatch__(operation, types, args, kwargs)
+
+    def note(self, operation, args, result):
+        if name := collective_of(operation):
             self.works.append(result)
-            letters = operation.__name__.replace("_", "")
-            for name in COLLECTIVES:
-                if name.replace("_", "") in letters:
-                    group = ranks_of(args)
-                    peer = group[args[2]] if name in ("send", "recv") else None
-                    self.events.append(Call(name, *sizes(name, args), group, peer))
-                    break
-        return result
+            group = ranks_of(args)
+            peer = group[args[2]] if name in ("send", "recv") else None
+            self.events.append(Call(name, *sizes(name, args), group, peer))
 
 
 def sizes(name, args):
     """Return how many numbers, and bytes, this rank gives to a collective."""
-    # the output if there is one, then the input
-    groups = [list(filter(torch.is_tensor, tree_leaves(each))) for each in args]
-    groups = [group for group in groups if group]
-    if name == "barrier" or not groups:
-        return 0, 0
-    return sum(t.numel() for t in groups[-1]), sum(t.nbytes for t in groups[-1])
+    given = tensors_of(args)[-1:] if name != "barrier" else []
+    tensors = [tensor for group in given for tensor in group]
+    return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
 
 
 def ranks_of(args):

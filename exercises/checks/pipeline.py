@@ -120,10 +120,10 @@ class Exchanges(Recording):
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         for event in self.events[before:]:
             if event.name in ("send", "recv"):
-                self.note(event.name, event.peer)
+                self.join_group(event.name, event.peer)
         return result
 
-    def note(self, name, neighbor):
+    def join_group(self, name, neighbor):
         frame = sys._getframe()
         while frame and frame.f_code.co_name != "batch_isend_irecv":
             frame = frame.f_back
