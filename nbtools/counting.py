@@ -138,9 +138,8 @@ def sizes(name, args, result):
     inputs, results = tensors_of(args), tensors_of([result])
     if name == "barrier" or not inputs:
         return None, 0, 0
-    sums = [sum(tensor.nbytes for tensor in group) for group in inputs]
-    whole = max(*sums, *(sum(t.nbytes for t in group) for group in results))
-    return inputs[-1][0].dtype, sums[-1], whole
+    sums = [sum(tensor.nbytes for tensor in group) for group in inputs + results]
+    return inputs[-1][0].dtype, sums[len(inputs) - 1], max(sums)
 
 
 def between_steps(first, last, begin, end):
