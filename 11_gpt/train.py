@@ -34,6 +34,7 @@ from common.args import one_line_errors
 from common.args import positive_int
 from common.gpt import GPT
 from common.gpt import decay_groups
+from common.gpt import describe_speed
 from common.gpt import generate
 from common.loader import derive_seed
 from common.loader import ignore_launcher_sigterm
@@ -235,7 +236,14 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         log(f"train metrics of epoch {epoch} leave out its first {steps_done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = skip_first_batches(loader, steps_done)  # [09] without reading the samples
-    batches = meters.progress(batches, f"epoch {epoch}", meter, show=is_main_process())
+    # [11] tokens per second, whatever the batch
+    batches = meters.progress(
+        batches,
+        f"epoch {epoch}",
+        meter,
+        show=is_main_process(),
+        speed=partial(describe_speed, args),
+    )
     stopping = False  # [10] also if all steps of the epoch were taken before
     for batch in batches:
         state.step += 1

@@ -1,6 +1,6 @@
 """Measure single choices on a GPU: the README's tables of steps, copies and loaders.
 
-python -m benchmarks.gpu_probe
+python -m benchmarks.gpu_probe [steps] [copies] [loaders]
 """
 
 import argparse
@@ -22,19 +22,21 @@ from common.loader import loader_options
 BF16 = ["--amp", "bf16"]
 CONTIGUOUS = ["--memory-format", "contiguous"]
 ANY_ALGORITHM = ["--no-deterministic"]
-# A stage's flags, and what it has no flag for.
+# A stage's flags, and what it has no flag for. The first is what a script has that sets
+# nothing: TF32 in convolutions alone.
 VARIANTS = {
-    "float32, as the stages": ([], {}),
-    "contiguous": (CONTIGUOUS, {}),
-    "fused": ([], {"fused": True}),
-    "not deterministic": (ANY_ALGORITHM, {}),
-    "not deterministic, cudnn.benchmark": (ANY_ALGORITHM, {"benchmark": True}),
+    "torch's defaults": ([*CONTIGUOUS, *ANY_ALGORITHM], {"conv_tf32": True}),
     "TF32": (["--tf32"], {}),
     "bf16": (BF16, {}),
     "bf16, contiguous": ([*BF16, *CONTIGUOUS], {}),
     "bf16, fused": (BF16, {"fused": True}),
     "bf16, not deterministic": ([*BF16, *ANY_ALGORITHM], {}),
     "bf16, a wait per step": (BF16, {"wait": True}),
+    "float32, as the stages": ([], {}),
+    "contiguous": (CONTIGUOUS, {}),
+    "fused": ([], {"fused": True}),
+    "not deterministic": (ANY_ALGORITHM, {}),
+    "not deterministic, cudnn.benchmark": (ANY_ALGORITHM, {"benchmark": True}),
 }
 
 
@@ -44,7 +46,7 @@ def milliseconds(values):
 
 
 def steps(device, arch, size, batch_size):
-    """Return the table of VARIANTS: five windows of ten steps, nothing else in them."""
+    """Return the table of VARIANTS: five windows of four steps, with nothing else."""
     work = {"device": device, "arch": arch, "image-size": size, "images": batch_size}
     work |= {"lr": 0.001, "batch-size": batch_size}
     words = [word for k, v in work.items() for word in (f"--{k}", str(v))]
@@ -52,13 +54,15 @@ def steps(device, arch, size, batch_size):
     for name, (flags, options) in VARIANTS.items():
         args = limit.parse_args("", [*words, *flags])
         limit.set_backends(args.tf32, args.deterministic)
+        if options.get("conv_tf32"):
+            torch.backends.cudnn.conv.fp32_precision = "tf32"
         torch.backends.cudnn.benchmark = options.get("benchmark", False)
         step = limit.make_step(
             args, *limit.make_work(args, batch_size), fused=options.get("fused")
         )
         one = (lambda step=step: step().item()) if options.get("wait") else step
         limit.seconds_per_step(args.device, one, 2)  # warms up
-        taken = [limit.seconds_per_step(args.device, one, 10) for _ in range(5)]
+        taken = [limit.seconds_per_step(args.device, one, 4) for _ in range(5)]
         del step, one
         gc.collect()
         median = statistics.median(taken)
@@ -117,23 +121,32 @@ def loaders(device, works, numbers):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ("steps", "copies", "loaders")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=" ".join(names))
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny work")
-    dry_run = parser.parse_args().dry_run
-    if not dry_run and not torch.cuda.is_available():
+    args = parser.parse_args()
+    if unknown := sorted(set(args.sections) - set(names)):
+        fail(f"there is no section {unknown[0]}; the sections are {' '.join(names)}")
+    if not args.dry_run and not torch.cuda.is_available():
         fail("no GPU is visible; --dry-run does without one")
     device, work, size = torch.device("cuda"), ("resnet50", 224, 256), 224
     sets = {"fake": (224, 5120, 256, 0), "cifar10": (32, 50_000, 1024, 4)}
-    if dry_run:
+    if args.dry_run:
         torch.set_num_threads(1)
         device, work, size = torch.device("cpu"), ("small", 8, 4), 32
         sets = {"fake": (32, 40, 8, 0), "cifar10": (32, 40, 8, 4)}
-    print("steps of {}, {} px, batch {}:".format(*work))
-    print("\n".join(steps(device, *work)), flush=True)
-    print("\ncopies: How long is a batch on its way to the device,", end=" ")
-    print("and how long does Python wait?")
-    print("\n".join(copies(device, work[2], size)), flush=True)
-    print("\nloaders: How many images/s does a loader of the stages deliver, alone?")
-    print("\n".join(loaders(device, sets, (0, 1) if dry_run else (0, 2, 8))))
+    sections = args.sections or names
+    if "steps" in sections:
+        print("steps of {}, {} px, batch {}:".format(*work))
+        print("\n".join(steps(device, *work)), flush=True)
+    if "copies" in sections:
+        print("\ncopies: How long is a batch on its way to the device,", end=" ")
+        print("and how long does Python wait?")
+        print("\n".join(copies(device, work[2], size)), flush=True)
+    if "loaders" in sections:
+        print("\nloaders: How many images/s does a stage's loader deliver, alone?")
+        numbers = (0, 1) if args.dry_run else (0, 2, 8)
+        print("\n".join(loaders(device, sets, numbers)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
-"""A small GPT on bytes, its optimizer's parameter groups, and text drawn from it."""
+"""A small GPT on bytes, its optimizer's groups, its speed, and text drawn from it."""
 
 import torch
 from torch import nn
+
+# FLOP/s of matrix products in bf16 and in fp16, without sparsity: NVIDIA's data sheets
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
 
 
 class Attention(nn.Module):
@@ -101,6 +109,23 @@ def decay_groups(model, weight_decay):
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+
+
+def describe_speed(args, tokens_per_s):
+    """Return the speed of this process as text: tokens per second, and its MFU.
+
+    MFU, model FLOPs utilization, is the part of the device's peak that the model's
+    FLOPs are, by the count of PaLM (Chowdhery et al., 2022, appendix B). It is shown
+    with --amp on the GPUs of PEAKS.
+    """
+    text = f"{tokens_per_s:,.0f} tokens/s per process"
+    name = args.device.type == "cuda" and torch.cuda.get_device_name(args.device)
+    if args.amp == "off" or name not in PEAKS:
+        return text
+    weights = 12 * args.depth * args.width**2 + 256 * args.width  # of linear layers
+    flops = 6 * weights + 12 * args.depth * args.context_length * args.width
+    flops /= vars(args).get("tensor_parallel", 1)  # processes share a token's work
+    return f"{text}, MFU {tokens_per_s * flops / PEAKS[name]:.0%}"
 
 
 @torch.no_grad()

@@ -73,18 +73,22 @@ def format_metrics(metrics):
     return "loss {loss:.3f} acc@1 {acc1:.2f} acc@5 {acc5:.2f}".format(**metrics)
 
 
-def progress(loader, title, meter, show=True):
+def progress(loader, title, meter, show=True, speed=None):
     """Yield the batches of `loader`, and show the progress on standard error.
 
     A terminal gets a bar; a log gets a line every ten seconds and one at the end. Both
     show `meter`'s metrics. Reading them waits for the device, so it happens at most
     twice a second. Nothing is shown if `show` is false.
+
+    speed: returns a text, also shown, for the targets per second that `meter` has
+    counted since the last line.
     """
     terminal = sys.stderr.isatty()
     disable = not (show and terminal)
     bar = tqdm(readable(loader), title, len(loader), leave=False, disable=disable)
     last = shown = time.perf_counter()
     data_time = batch_time = 0.0
+    counted = 0
     for count, batch in enumerate(bar, 1):
         data_time += time.perf_counter() - last
         yield batch
@@ -93,10 +97,13 @@ def progress(loader, title, meter, show=True):
         last = now
         due = count == len(loader) or now - shown > (0.5 if terminal else 10)
         if show and due:
-            shown = now
             data_ms, batch_ms = 1e3 * data_time / count, 1e3 * batch_time / count
-            metrics = format_metrics(meter.compute())
-            text = f"data {data_ms:.1f} ms  batch {batch_ms:.1f} ms  {metrics}"
+            metrics = meter.compute()  # waits until the device has counted all of them
+            text = f"data {data_ms:.1f} ms  batch {batch_ms:.1f} ms"
+            text += f"  {format_metrics(metrics)}"
+            rate = (metrics["count"] - counted) / (time.perf_counter() - shown)
+            text += f"  {speed(rate)}" if speed else ""
+            counted, shown = metrics["count"], time.perf_counter()
             if terminal:
                 bar.set_postfix_str(text)
             else:

@@ -289,6 +289,19 @@ def test_progress_goes_to_standard_error_and_only_where_asked(capsys):
     assert line.startswith("epoch 7 3/3  data ") and " loss 1.000 acc@1 100.00" in line
 
 
+def test_speed_is_of_the_time_since_the_last_line(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: now[0])
+    batches = DataLoader(torch.arange(6), batch_size=2)
+    meter = meters.Meter("cpu")
+    for _ in meters.progress(batches, "epoch 1", meter, speed="{:.3f} a second".format):
+        meter.update(torch.tensor(1.0), torch.eye(3), torch.arange(3))
+        now[0] += 40 if now[0] == 0 else 20
+    lines = capsys.readouterr().err.splitlines()
+    rates = [line.rpartition("  ")[2] for line in lines]
+    assert rates == ["0.075 a second", "0.150 a second", "0.150 a second"]
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     ours, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))

@@ -3,6 +3,8 @@
 import hashlib
 import math
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from common import meters
 from common import text
 from common.gpt import GPT
 from common.gpt import decay_groups
+from common.gpt import describe_speed
 from common.gpt import generate
 from common.text import TextWindows
 from tests.conftest import only_in_release
@@ -401,3 +404,23 @@ def test_it_learns_more_than_pairs_of_bytes(trained, several):
     bits = done.rows[-1]["val"]["loss"] / math.log(2)
     print(f"\n{bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
     assert bits < 0.85 * table
+
+
+# ---- the speed -----------------------------------------------------------------------
+def test_mfu_is_of_a_known_gpu_and_of_the_work_of_this_process(monkeypatch):
+    args = SimpleNamespace(width=1024, depth=16, context_length=1024, amp="bf16")
+    args.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    with torch.device("meta"):
+        model = GPT(256, args.context_length, args.width, args.depth)
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    flops = 6 * sum(each.weight.numel() for each in layers)
+    flops += 12 * args.depth * args.context_length * args.width
+    shown = partial(describe_speed, args, 0.12 * 989e12 / flops)
+    assert shown().endswith(" tokens/s per process, MFU 12%")
+    args.tensor_parallel = 2
+    assert shown().endswith("process, MFU 6%")
+    args.amp = "off"
+    assert shown().endswith("process")
+    args.amp, args.device = "bf16", torch.device("cpu")
+    assert shown().endswith("process")
