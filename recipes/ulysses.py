@@ -1,20 +1,21 @@
 """How do I split long sequences by heads (Ulysses), packed ones, and under fully_shard?
 
-Each rank has its own part of the tokens, except within attention. There, an all-to-all
-gives it all tokens of its part of the heads, and a second one takes the results back
-(Jacobs et al., 2023, "DeepSpeed Ulysses"). Attention sees whole sequences, so it stays
-as it is, fused kernels and the mask of packed documents included. (Such a mask has as
-many numbers as there are pairs of tokens: for long sequences, take a kernel that is
-told the lengths of the documents. None was tried here.) If n ranks share a sequence, a
-rank sends 4 (n - 1)/n times its queries forward, and as many bytes backward; the keys
-and values of ring_attention.py are 2 (n - 1) and 2 (2n - 1) times its queries. But n
-must divide the number of heads, with grouped-query attention also that of the key and
-value heads. Four mistakes raise no error. Positions belong to the whole sequence, and
-begin at 0 in each document. The mask keeps documents apart. Targets are shifted before
-the split. The loss is a sum over a rank's tokens, divided by the number of targets on
-all ranks, and multiplied by the number of ranks, because fully_shard and DDP average
-the gradients. fully_shard divides the weights over all ranks, also those that share a
-sequence.
+The ranks that share a sequence read the same batch, and each takes its part of the
+tokens. In attention, an all-to-all gives a rank all tokens of its part of the heads,
+and a second one takes the results back (Jacobs et al., 2023, "DeepSpeed Ulysses").
+Attention sees whole sequences, so it stays as it is, with fused kernels and the mask of
+packed documents. (That mask has a number for each pair of tokens: for long sequences,
+take a kernel that is given the documents' lengths, such as torch's varlen_attn for
+GPUs. It was not tried here.) The number of ranks, n, must divide the number of heads,
+with grouped-query attention also that of the key and value heads. If these are equally
+many, a rank sends 4 (n - 1)/n times the bytes of its queries forward, and as many
+backward; ring_attention.py sends 2 (n - 1) and 2 (2n - 1) times those. fully_shard
+divides the weights over all ranks, also those that share a sequence. Nothing fails if
+you forget one of four things. A token's position counts from the beginning of its
+document, not of the rank's part. The mask keeps documents apart. Targets are shifted
+before the split. The loss is a sum over a rank's tokens, divided by the number of
+targets on all ranks, and multiplied by the number of ranks, because fully_shard
+averages gradients.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/ulysses.py
 weights after 3 steps: within 1e-10 of one process's

@@ -606,14 +606,14 @@ def test_a_step_lasts_as_long_as_it_computes_or_sends(
 ):
     """1,000 tokens take a second, and 1 GB takes two at 0.5 GB/s."""
     monkeypatch.setattr(memory, "sent", lambda *_: 1e9)
-    words = "--gpus 4 --tokens 1000 --tokens-per-second 1e3 --total-tokens 36e6"
+    words = "--gpus 4 --tokens 1000 --tokens-per-second 1e3 --total-tokens 432e6"
     words = ["memory.py", *words.split(), f"--bandwidth={bandwidth}"]
     monkeypatch.setattr("sys.argv", words)
     memory.main()
-    hours = capsys.readouterr().out.splitlines()[-2]
-    count = 36e6 / 4 / 1000 / 3600 * (2 if bandwidth < 1 else 1)
-    said = f"at least {count:.2f} hours, {4 * count:.2f} GPU hours; {waits} of them"
-    assert hours == f"{said} wait for the network"
+    said = capsys.readouterr().out.splitlines()[-2]
+    least, all_hours = ("2.50 days", 240) if bandwidth < 1 else ("30.00 hours", 120)
+    start = f"at least {least}, {all_hours}.00 GPU hours; {waits} of them"
+    assert said == f"{start} wait for the network"
 
 
 # ---- the shapes ----------------------------------------------------------------------

@@ -762,15 +762,15 @@ def main():
 
 
 def print_how_long(args, shape, options):
-    """Print hours, what the network adds, and what the measured speed means."""
+    """Print hours or days, what the network adds, and what the measured speed means."""
     speed, each = args.tokens_per_second, operations(shape, args.length, options)
     given = speed, args.total_tokens, args.bandwidth
     hours, computes, sends = how_long(shape, options, *given)
     share = 1 - computes / max(computes, sends)
-    hours, all_hours = f"{hours:,.2f} hours", f"{hours * args.gpus:,.2f} GPU hours"
+    least = f"{hours / 24:,.2f} days" if hours >= 48 else f"{hours:,.2f} hours"
     waits = f"{share:.0%} of them wait for the network"
     waits = waits if args.bandwidth else "the network is not counted"
-    print(f"at least {hours}, {all_hours}; {waits}")
+    print(f"at least {least}, {hours * args.gpus:,.2f} GPU hours; {waits}")
     rate = f"{speed * each / 1e12:.1f} TFLOP/s, {each / 1e9:.2f} GFLOP each"
     size = f"{sent(shape, options) / 1e9:.2f} GB"
     print(f"{speed:,.0f} tokens/s are {rate}; a step sends {size}")

@@ -492,7 +492,8 @@ function time(all) {
   const each = operations(all, all);
   const fixed = (value, digits = 2) =>
     value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  return `<p><strong>At least ${fixed(hours)} hours, ${fixed(hours * all.gpus)} GPU hours;</strong> ${waits}.
+  const least = hours >= 48 ? `${fixed(hours / 24)} days` : `${fixed(hours)} hours`;
+  return `<p><strong>At least ${least}, ${fixed(hours * all.gpus)} GPU hours;</strong> ${waits}.
     The speed means ${fixed((all.tokens_per_second * each) / 1e12, 1)} TFLOP/s, ${fixed(each / 1e9)} GFLOP for a token;
     a step sends ${fixed(sent(all, all) / 1e9)} GB.</p>`;
 }
