@@ -118,7 +118,8 @@ def test_the_readme_shows_what_is_stored(name, end, feature):
 
 
 def test_the_readme_shows_what_is_stored_of_the_probe():
-    sections = (HERE / "one_h100_probe.txt").read_text().strip().split("\n\n")
+    stored = [(HERE / f"one_{name}_probe.txt").read_text() for name in ("h200", "h100")]
+    sections = "\n".join(stored).strip().split("\n\n")
     assert len(sections) == 3
     assert all(f"```\n{section}\n```" in PAGE for section in sections)
 

@@ -75,7 +75,7 @@ def measure(model, length, device, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
