@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,6 +112,13 @@ def random_weights():
     return changed[0]
 
 
+def frozen_weights():
+    """Return whether the end of backward waits by the device's own kind of stream."""
+    source = inspect.getsource(FSDPParamGroup.finalize_backward)
+    assert "wait_event" in source
+    return "torch.accelerator.current_stream().wait_event" not in source
+
+
 def gradients_in_bf16():
     model = nn.Linear(16, 16, bias=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -149,6 +157,7 @@ IN_RANKS = {
     "tied weights": tied_weights,
     "random weights": random_weights,
     "gradients in bf16": gradients_in_bf16,
+    "frozen weights": frozen_weights,
     "torch.distributed.nn.functional": nn_functional,
     "all_to_all with gloo": gloo_all_to_all,
     "old names": old_names,
