@@ -548,7 +548,19 @@ def hit_rate(rank, world_size, wrong):
     return sums[0] / sums[1]
 
 
-CASES = (one_batch, drawn_each_epoch, dropped_condition, psnr, hit_rate)
+def normalized(rank, world_size, wrong):
+    """By the lines of the page, or by each rank's own mean and deviation."""
+    page = (FOLDER / "rare_cases.md").read_text()
+    (lines,) = re.findall(r"```python\n(sums = .*?)```", page, re.DOTALL)
+    names = {"values": make_points(24)[1][rank::world_size], "dist": dist}
+    code = "values = (values - values.mean()) / values.std()" if wrong else lines
+    exec(code, names | {"torch": torch}, names)
+    total = names["values"].pow(3).sum()
+    dist.all_reduce(total)
+    return total
+
+
+CASES = (one_batch, drawn_each_epoch, dropped_condition, psnr, hit_rate, normalized)
 
 
 def be_a_rank(rank, world_size, folder):
