@@ -19,6 +19,7 @@ from nbtools import harness
 from nbtools.lesson import max_abs_diff
 from tests.conftest import only_in_release
 from tests.training import counts
+from tests.training import imported_by
 from tests.training import replace_once
 from tests.training import train_in_forks
 from tools.stages import ROOT
@@ -356,13 +357,7 @@ def test_a_broken_recipe_fails(recipe, change, tmp_path, device, two):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_imports_nothing_of_ours(recipe):
-    imported = set()
-    for node in ast.walk(ast.parse((FOLDER / recipe).read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
-    assert not {name.split(".")[0] for name in imported} & OURS
+    assert not imported_by((FOLDER / recipe).read_text()) & OURS
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
