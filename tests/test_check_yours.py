@@ -520,6 +520,15 @@ RIGHT = {
     "workers": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
     "average_on_all_ranks": ema(),
     "warm_up": [before(OPTIMIZER, WARM_UP)],
+    "unfrozen_and_wrapped_again": [
+        before(WRAP, "model[0].requires_grad_(False)"),
+        before(
+            EPOCH,
+            "if epoch == 2:",
+            "    model[0].requires_grad_(True)",
+            "    ddp_model = DistributedDataParallel(model)",
+        ),
+    ],
     "objects": [
         (HEAD, OBJECT),
         (MODEL, TAKES_OBJECTS),

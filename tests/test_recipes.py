@@ -87,7 +87,6 @@ BREAKS = {
     ),
     EXPERTS: Break("parameter.grad /= dist.get_world_size()", "pass"),
     FLOAT8: Break('name.startswith("blocks.")', 'name.startswith("layers.")'),
-    "frozen_parts.py": Break("    part.requires_grad_(True)\n", "    pass\n"),
     "iterable_dataset.py": Break("self.rank * workers + worker,", "worker,"),
     "metrics_torchmetrics.py": Break(
         "values, sizes = evaluate(shard, device)",

@@ -207,6 +207,10 @@ def not_on_the_gpu_that_is_named(right):
     DistributedDataParallel(nn.Linear(3, 3), device_ids=None if right else [0])
 
 
+def frozen_teacher(right):
+    DistributedDataParallel(nn.Linear(3, 3).requires_grad_(right))
+
+
 def transposed_buffer(right):
     compute(DistributedDataParallel(WithTransposedBuffer(cloned=right)))
 
@@ -216,6 +220,7 @@ WITH_DDP = {  # {a text of a row: what does it wrong, or right}
     "expect_autograd_hooks_": first_step_under_no_sync,
     "device_ids and output": not_on_the_gpu_that_is_named,
     "single memory": transposed_buffer,
+    "is not needed when a module": frozen_teacher,
 }
 
 
