@@ -14,7 +14,7 @@ WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl torchft
+.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -39,6 +39,7 @@ help:
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
 	@echo "make trl              install TRL in .venv-trl and run its test"
+	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make torchft          install torchft in .venv-torchft and run its test"
 	@echo "make lock             write requirements.lock: the versions that pip gives today"
 	@echo "make exits            start each launched stage 100 times; count the failures"
@@ -141,5 +142,5 @@ gpu:
 .venv-%/installed: other_libraries/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)
 	tools/neighbor_env.sh $* $(PY)
 
-ray trl torchft: %: .venv-%/installed
+ray trl horovod torchft: %: .venv-%/installed
 	REQUIRE_NEIGHBORS=1 $(PY) -m pytest --release -k $* tests/test_pinned_libraries.py $(ARGS)

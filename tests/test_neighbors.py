@@ -32,6 +32,7 @@ TABLES = {
     ACCELERATE: STAGE_03,
     FABRIC: STAGE_03,
     "ray_train.py": STAGE_03,
+    "horovod_train.py": STAGE_03,
     "hf_accelerate.py": FSDP,
     "hf_trainer.py": FSDP,
     "hf_distributed_config.py": FSDP,

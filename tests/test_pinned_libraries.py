@@ -1,7 +1,7 @@
-"""Ray, TRL and torchft do what other_libraries/README.md says of them.
+"""Ray, Horovod, TRL and torchft do what other_libraries/README.md says of them.
 
-Each is pinned, in an environment of its own that `make ray`, `make trl` or `make
-torchft` makes before it runs its tests here. A push does not run them.
+Each is pinned, in an environment of its own that `make ray`, `make horovod`, `make trl`
+or `make torchft` makes before it runs its tests here. A push does not run them.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import tempfile
 
 import psutil
 import pytest
+from torch.utils.data import DistributedSampler
 
 from nbtools import harness
 from nbtools.weights import max_abs_diff
@@ -31,11 +32,32 @@ pytestmark = pytest.mark.release
 STAGE = first_with("ddp")
 FLAGS = (*DOUBLE, "--device", "cpu")
 PAGE = (FOLDER / "README.md").read_text()
-LIBRARIES = ("ray", "trl", "torchft")
+LIBRARIES = ("ray", "horovod", "trl", "torchft")
+# Of those that train what stage 03 trains: what each line that they print begins with.
+PREFIXES = {"ray": "", "horovod": "[0]<stdout>:"}
 NOT_DIVISIBLE = "generation_batch_size (16) must be divisible by num_generations (3)"
-# {a library and what is changed: a text that its program has once, another, and what
-# is then on standard error}
+BROADCAST = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+# {a library and what is changed: a text that its program has once, and another}
+OTHER_WEIGHTS = {
+    "ray, without prepare_model": ("ray.train.torch.prepare_model(model)", "model"),
+    "horovod, a step without gradients": (
+        BROADCAST,
+        f"{BROADCAST}\n    hvd.broadcast_optimizer_state(optimizer, root_rank=0)",
+    ),
+    "horovod, no average": (
+        "    optimizer = hvd.DistributedOptimizer(\n"
+        "        optimizer, named_parameters=model.named_parameters()\n"
+        "    )\n",
+        "",
+    ),
+}
+# The same, and what is then on standard error.
 ERRORS = {
+    "horovod, channels_last": (
+        "model.to(args.device, args.dtype)",
+        "model.to(args.device, args.dtype, memory_format=args.memory_format)",
+        "ValueError: Tensor is required to be contiguous.",
+    ),
     "trl, the same reward for all": (
         'text.count("a") / max(len(text), 1)',
         "1.0",
@@ -120,17 +142,21 @@ class Library:
     def run(self, folder, script=None, code=0, flags=()):
         """Run the command that the program's docstring shows; return its Done.
 
-        Ray's, which trains as stage 03 does, with FLAGS and in `folder`/out. script:
+        Of those that train as stage 03 does, with FLAGS and in `folder`/out. script:
         another one in the program's place.
         """
         words, _ = docstring(self.script.name)
         place = words.index(f"{FOLDER.name}/{self.script.name}")
         words[place] = script or self.script
         programs = self.environment / "bin"
-        assert words[0] == f"{self.environment.name}/bin/python"
-        words[0] = programs / "python"
-        if self.name == "ray":
+        if self.name == "horovod":
+            words[0] = programs / words[0]
+        else:
+            assert words[0] == f"{self.environment.name}/bin/python"
+            words[0] = programs / "python"
+        if self.name in PREFIXES:
             words += [*FLAGS, *flags, "--out-dir", folder / "out"]
+        if self.name == "ray":
             return run_at_home(words, folder)
         variables = {"HOME": folder, "TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""}
         variables["PATH"] = f"{programs}:{os.environ['PATH']}"
@@ -197,22 +223,27 @@ def reference(trained):
 
 
 # ---- they do what the page says ------------------------------------------------------
-def test_ray_trains_the_weights_of_stage_03(reference, tmp_path, record_property):
-    """And prints what it prints, and leaves nothing behind but its results."""
-    record_property("tested with", library("ray").version())
-    done = library("ray").run(tmp_path)
+@pytest.mark.parametrize("name", PREFIXES)
+def test_two_processes_train_the_weights_of_stage_03(
+    name, reference, tmp_path, record_property
+):
+    """And print what it prints. Ray leaves nothing behind but its results."""
+    record_property("tested with", library(name).version())
+    done = library(name).run(tmp_path)
     assert max_abs_diff(reference.weights, tmp_path / "out/last.pt") <= 1e-10
     shown = [line.partition(", val")[0] for line in reference.epochs]
-    assert done.stdout.splitlines() == shown
-    assert done.left == ["ray_results"]
-    # In a worker torch's store listens on all addresses, as under torchrun.
-    outside = {name for name, ip in done.addresses if "127.0.0.1" not in ip}
-    assert all(name.startswith("ray::") for name in outside), outside
+    assert done.stdout.splitlines() == [PREFIXES[name] + line for line in shown]
+    if name == "ray":
+        assert done.left == ["ray_results"]
+        # In a worker torch's store listens on all addresses, as under torchrun.
+        outside = {name for name, ip in done.addresses if "127.0.0.1" not in ip}
+        assert all(name.startswith("ray::") for name in outside), outside
 
 
-def test_ray_without_prepare_model_trains_others(reference, tmp_path):
-    change = ("ray.train.torch.prepare_model(model)", "model")
-    library("ray").run(tmp_path, library("ray").changed(tmp_path, change))
+@pytest.mark.parametrize("change", OTHER_WEIGHTS)
+def test_a_changed_line_gives_other_weights(change, reference, tmp_path):
+    script = named(change).changed(tmp_path, OTHER_WEIGHTS[change])
+    named(change).run(tmp_path, script)
     assert max_abs_diff(reference.weights, tmp_path / "out/last.pt") > 1e-6
 
 
@@ -236,6 +267,21 @@ def test_the_sampler_of_ray_ignores_the_seed_and_the_loaders_options(tmp_path):
     flags = ("--seed", "7", "--workers", "1")
     library("ray").run(tmp_path, script, flags=flags)
     assert re.fullmatch(r"0 False \(False, 2\)", found.read_text())
+
+
+def test_a_sampler_that_horovod_does_not_tell_asks_for_a_process_group():
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        DistributedSampler(range(4))
+
+
+def test_horovod_without_a_compiler_gets_one_line(tmp_path):
+    """tools/neighbor_env.sh says what is missing, and touches nothing."""
+    for program in ("bash", "dirname"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    script = ROOT / "tools/neighbor_env.sh"
+    done = harness.run([script, "horovod", "python"], tmp_path, 2, PATH=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert "g++ is missing" in line
 
 
 def test_trl_trains_on_two_processes(tmp_path, record_property):
