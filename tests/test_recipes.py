@@ -63,8 +63,8 @@ class Break(NamedTuple):
 
 BREAKS = {
     "activation_checkpointing.py": Break(
-        '{"use_reentrant": False}):',
-        '{"use_reentrant": True}):',
+        "x, use_reentrant=False):",
+        "x, use_reentrant=True):",
         "Expected to mark a variable ready only once",
     ),
     "bucket_by_length.py": Break("batch[self.rank :: self.world_size]", "batch"),
