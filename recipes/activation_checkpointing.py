@@ -9,9 +9,9 @@ also keeps the results of the matrix products, which take the most time, and rec
 only what is cheap.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/activation_checkpointing.py
-without activation checkpointing: 152 KiB kept for backward, gradients as in one process
-use_reentrant=False: 24 KiB kept for backward, gradients as in one process
-matrix products of a step: 26 without, 30 with it, 26 if it is selective
+without activation checkpointing: 26 matrix products, gradients as in one process
+use_reentrant=False: 30 matrix products, gradients as in one process
+selective: 26 matrix products, gradients as in one process
 use_reentrant=True: Expected to mark a variable ready only once.
 """
 
@@ -55,26 +55,25 @@ def through_blocks_selectively(blocks, x):
 
 
 # ---- the proof -----------------------------------------------------------------------
-class Net(nn.Module):
-    """A layer, and four blocks that can be checkpointed."""
+def through_blocks_as_usual(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
 
-    def __init__(self, **options):
+
+class Net(nn.Module):
+    """A layer, and four blocks, through which a function goes."""
+
+    def __init__(self, through):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(64, 64)
         wide = [(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4)]
         self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
-        self.options = options  # "selective", or of through_blocks(), or none
+        self.through = through
 
     def forward(self, x):
-        x = self.first(x)
-        if self.options.get("selective"):
-            return through_blocks_selectively(self.blocks, x)
-        if self.options:
-            return through_blocks(self.blocks, x, **self.options)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.through(self.blocks, self.first(x))
 
 
 class Products(TorchDispatchMode):
@@ -93,23 +92,6 @@ def log(text):
         print(text, flush=True)
 
 
-def backward(model, samples):
-    """Go forward and backward; return the KiB kept in between, weights not counted."""
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()  # shared memory counts once
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(samples).square().mean()
-    loss.backward()
-    return sum(kept.values()) // 1024
-
-
 def main():
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -120,32 +102,29 @@ def main():
         dist.init_process_group("gloo")
     torch.set_default_device(device)
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
-    whole = Net()
+    whole = Net(through_blocks_as_usual)
     samples = torch.randn(8 * dist.get_world_size(), 64)
-    backward(whole, samples)  # as one process would: all samples, no DDP
+    whole(samples).square().mean().backward()  # as one process would, without DDP
     own = samples.chunk(dist.get_world_size())[dist.get_rank()].clone()
-    for options in ({}, {"use_reentrant": False}):
-        net = Net(**options)
-        kept = backward(DistributedDataParallel(net, find_unused_parameters=True), own)
-        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
-        assert kept == (24 if options else 152)
-        name = "use_reentrant=False" if options else "without activation checkpointing"
-        log(f"{name}: {kept} KiB kept for backward, gradients as in one process")
     numbers = []
-    for options in ({}, {"use_reentrant": False}, {"selective": True}):
-        net = Net(**options)
+    for name, through in {
+        "without activation checkpointing": through_blocks_as_usual,
+        "use_reentrant=False": through_blocks,
+        "selective": through_blocks_selectively,
+    }.items():
+        net = Net(through)
+        wrapped = DistributedDataParallel(net, find_unused_parameters=True)
         with Products() as counter:
-            backward(net, samples)
-        numbers.append(counter.number)
+            wrapped(own).square().mean().backward()
         for a, b in zip(net.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+        numbers.append(counter.number)
+        log(f"{name}: {counter.number} matrix products, gradients as in one process")
     assert numbers[0] == numbers[2] < numbers[1]
-    words = "matrix products of a step: {} without, {} with it, {} if it is selective"
-    log(words.format(*numbers))
-    net = Net(use_reentrant=True)
+    net = Net(functools.partial(through_blocks, use_reentrant=True))
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
     try:
-        backward(DistributedDataParallel(net, find_unused_parameters=True), own)
+        wrapped(own).square().mean().backward()
         message = None
     except RuntimeError as error:
         message = str(error).partition(" This error")[0]

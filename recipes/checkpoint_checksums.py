@@ -16,8 +16,8 @@ a flipped bit: dcp.load gives 5.9e-38 for 20.0, and no error
 """
 
 import json
+import mmap
 import os
-import shutil
 import struct
 import tempfile
 import zlib
@@ -32,74 +32,42 @@ from torch.distributed.tensor import distribute_tensor
 
 # ---- the lines to copy ---------------------------------------------------------------
 def save(state, folder):
-    """Do what dcp.save does, and write the checksums of its files beside them.
-
-    All ranks call it, and load, too. Give the folder its name afterwards.
-    """
+    """Save on all ranks; give the folder its name afterwards."""
     dcp.save(state, checkpoint_id=folder)
-    names = on_rank0(lambda: sorted(path.name for path in folder.iterdir()))
-    checksums = compute(folder, [name for name in names if name != "checksums.json"])
-    on_rank0(lambda: (folder / "checksums.json").write_text(json.dumps(checksums)))
+    names = [sorted(path.name for path in folder.iterdir())]
+    dist.broadcast_object_list(names)  # rank 0's
+    checksums = compute(folder, names[0])
+    if dist.get_rank() == 0:
+        (folder / "checksums.json").write_text(json.dumps(checksums))
+    dist.barrier()
 
 
 def load(state, folder):
-    """Do what dcp.load does, unless a file is not what it was when it was saved."""
-    if on_rank0((folder / "checksums.json").exists):  # an older one may be without
-        text = on_rank0((folder / "checksums.json").read_text)
-        checksums = json.loads(text)
-        found = compute(folder, sorted(checksums))
-        damaged = [name for name in found if found[name] != checksums[name]]
-        if damaged:
-            error = ValueError(f"damaged: {' '.join(damaged)}")
-            raise dcp.CheckpointException("checksums", {0: (error, None)})
+    """Load on all ranks, unless a file is not what it was when it was saved."""
+    checksums = json.loads((folder / "checksums.json").read_text())
+    found = compute(folder, sorted(checksums))
+    damaged = [name for name in found if found[name] != checksums[name]]
+    if damaged:
+        error = ValueError(f"damaged: {' '.join(damaged)}")
+        raise dcp.CheckpointException("checksums", {0: (error, None)})
     dcp.load(state, checkpoint_id=folder)
 
 
 def compute(folder, names):
-    """Return {name: checksum} of files in a folder; the ranks share them out.
-
-    In place of the checksum of a file that cannot be read is the error's text.
-    """
+    """Return {name: its CRC-32, or why it cannot be read}; the ranks share them out."""
     mine, every = {}, [None] * dist.get_world_size()
     for name in names[dist.get_rank() :: dist.get_world_size()]:
         try:
-            mine[name] = checksum(folder / name)
-        except OSError as error:  # not raised here: the other ranks would wait
+            with (folder / name).open("rb") as file:
+                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mine[name] = zlib.crc32(whole)
+        except (OSError, ValueError) as error:  # not raised here: the others would wait
             mine[name] = str(error)
     dist.all_gather_object(every, mine)
     return {name: value for each in every for name, value in each.items()}
 
 
-def checksum(path):
-    """Return the CRC-32 of a file, of which 16 MiB at a time are in memory."""
-    value = 0
-    with path.open("rb") as file:
-        while part := file.read(2**24):
-            value = zlib.crc32(part, value)
-    return value
-
-
-def on_rank0(function):
-    """Return what a function returns on rank 0; if it fails, raise as dcp.save does."""
-    answer = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = function()
-        except (OSError, ValueError) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise dcp.CheckpointException("checksums", {0: (answer[1], None)})
-    return answer[0]
-
-
 # ---- the proof -----------------------------------------------------------------------
-def log(text):
-    """Print a line, once for the whole run."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def make_state(value, device):
     """Return the state of a step: 12 rows of one number, sharded over the ranks."""
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -107,50 +75,47 @@ def make_state(value, device):
     return {"weight": distribute_tensor(rows, mesh, [Shard(0)])}
 
 
-def damage(function):
-    """Have rank 0 change a file, while the others wait."""
+def load_damaged(file, content, device):
+    """Have rank 0 write a file; assert that all ranks refuse it by its checksum.
+
+    Returns what dcp.load loads.
+    """
     if dist.get_rank() == 0:
-        function()
+        file.write_bytes(content)
     dist.barrier()
-
-
-def load_both(folder, file, device):
-    """Return what dcp.load loads; assert that all ranks refuse it by its checksums."""
-    state = make_state(0.0, device)
-    dcp.load(state, checkpoint_id=folder)
-    refused = False
+    state, refused = make_state(0.0, device), False
+    dcp.load(state, checkpoint_id=file.parent)
     try:
-        load(make_state(0.0, device), folder)
+        load(make_state(0.0, device), file.parent)
     except dcp.CheckpointException as error:
         refused = str(error.failures[0][0]) == f"damaged: {file.name}"
     assert refused
-    return state["weight"].full_tensor()
+    return state["weight"].full_tensor()[:, 0].tolist()
 
 
 def main(folder, device):
     for step in (18, 20):
         save(make_state(float(step), device), folder / f"step-{step}")
-    latest, older = folder / "step-20", folder / "step-18"
     state = make_state(0.0, device)
-    load(state, latest)
+    load(state, folder / "step-20")
     assert state["weight"].full_tensor().unique().tolist() == [20]
 
-    file = latest / f"__{dist.get_world_size() - 1}_0.distcp"
-    intact = file.read_bytes()
+    file = folder / "step-20" / f"__{dist.get_world_size() - 1}_0.distcp"
+    flipped = bytearray(file.read_bytes())
+    flipped[flipped.index(struct.pack("<f", 20.0)) + 3] ^= 0x40
+    older = (folder / "step-18" / file.name).read_bytes()
     dist.barrier()
-    damage(lambda: shutil.copy(older / file.name, file))
-    first, *_, last = load_both(latest, file, device)[:, 0].tolist()
+    first, *_, last = load_damaged(file, older, device)
     assert (first, last) == (20, 18)
-    log(f"a file of another step: dcp.load gives {first} and {last}, and no error")
-    log(f"  with checksums: damaged: {file.name}")
-
-    flipped = bytearray(intact)
-    flipped[intact.index(struct.pack("<f", 20.0)) + 3] ^= 0x40
-    damage(lambda: file.write_bytes(flipped))
-    wrong = load_both(latest, file, device).min().item()
+    wrong = min(load_damaged(file, flipped, device))
     assert wrong < 1e-30
-    log(f"a flipped bit: dcp.load gives {wrong:.1e} for 20.0, and no error")
-    log(f"  with checksums: damaged: {file.name}")
+    if dist.get_rank() == 0:
+        for what, gives in (
+            ("file of another step", f"{first} and {last}"),
+            ("flipped bit", f"{wrong:.1e} for 20.0"),
+        ):
+            print(f"a {what}: dcp.load gives {gives}, and no error")
+            print(f"  with checksums: damaged: {file.name}", flush=True)
     dist.barrier()
 
 

@@ -39,8 +39,14 @@ def check(folder, *changes, options="--processes=1,2", flags="", code=0):
     """Run the check, in a fork, on after.py with changes; return what it printed."""
     replace_once(AFTER, *SMALL, target=folder / "after.py")
     replace_once(folder / "after.py", *changes)
-    words = ["python", CHECK, *options.split(), "after.py", *flags.split()]
-    return harness.run(words, folder / "out", forks=True, cwd=folder, code=code).stdout
+    words = *options.split(), "after.py", *flags.split()
+    return run(folder, *words, code=code).stdout
+
+
+def run(folder, *words, code=0):
+    """Run the check, in a fork, in a folder; return a Done."""
+    words = ["python", CHECK, *words]
+    return harness.run(words, folder / "out", forks=True, cwd=folder, code=code)
 
 
 # ---- what is wrong -------------------------------------------------------------------
@@ -276,6 +282,16 @@ MISTAKES = {
             (MODEL, MODEL.replace("nn.Sequential", "TwoInputs")),
         ],
         "step 1: argument 2 of the model is the same on all ranks; same seed",
+    ),
+    "same_noise_in_the_model": (
+        [
+            ("        torch.manual_seed(rank)\n", "        pass\n"),
+            (
+                MODEL,
+                f"{MODEL}\n    model[1].forward = lambda x: x + torch.randn_like(x)",
+            ),
+        ],
+        "step 1: all ranks draw the same numbers from torch",
     ),
     "set_order": (
         [before(DATA, NAMES, BY_NAME)],
@@ -520,6 +536,15 @@ RIGHT = {
     "workers": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
     "average_on_all_ranks": ema(),
     "warm_up": [before(OPTIMIZER, WARM_UP)],
+    "unfrozen_and_wrapped_again": [
+        before(WRAP, "model[0].requires_grad_(False)"),
+        before(
+            EPOCH,
+            "if epoch == 2:",
+            "    model[0].requires_grad_(True)",
+            "    ddp_model = DistributedDataParallel(model)",
+        ),
+    ],
     "objects": [
         (HEAD, OBJECT),
         (MODEL, TAKES_OBJECTS),
@@ -553,42 +578,32 @@ def test_what_is_right_is_not_refused(script, tmp_path):
     assert "equal except for rounding" in text and ":  " not in text, text
 
 
-def test_noise_is_a_note(tmp_path):
-    """It follows the rank by nature; a generator of one's own is no different."""
-    noise = "noise * torch.randn_like(points)"
-    own = "0.1 * torch.randn(points.shape, generator=GENERATOR)"
-    seed = "    GENERATOR.manual_seed(rank)\n"
-    changes = [
-        (noise, own),
-        (WRAP, f"{seed}{WRAP}"),
-        (HEAD, f"\n\nGENERATOR = torch.Generator()\n{HEAD}"),
-    ]
-    for each, flags in (([], "--noise=0.1"), (changes, "")):
-        folder = tmp_path / str(len(each))
-        folder.mkdir()
-        text = check(folder, *each, flags=flags, code=1)
-        assert "  note:  step 1: what the model gets is random: noise" in text
-        assert "  first: " not in text
+NOISE = [  # from a generator of one's own, which is no different
+    (
+        "noise * torch.randn_like(points)",
+        "0.1 * torch.randn(points.shape, generator=GENERATOR)",
+    ),
+    (WRAP, f"    GENERATOR.manual_seed(rank)\n{WRAP}"),
+    (HEAD, f"\n\nGENERATOR = torch.Generator()\n{HEAD}"),
+]
+DRAWS = f"{MODEL}\n    model[1].forward = lambda x: x + 0.1 * torch.randn_like(x)"
+NORM = MODEL.replace("nn.SiLU()", "nn.BatchNorm1d(64), nn.SiLU()")
+# What differs by nature: changes, flags, and what the note says.
+NOTES = {
+    "noise": ([], "--noise=0.1", "what the model gets is random: noise"),
+    "own_noise": (NOISE, "", "what the model gets is random: noise"),
+    "noise_in_the_model": ([(MODEL, DRAWS)], "", "the model draws random numbers"),
+    "batch_norm": ([(MODEL, NORM)], "", "the output of 1 (BatchNorm1d)"),
+}
 
 
-def test_noise_in_the_model_is_a_note(tmp_path):
-    """But not if it is the same on all ranks."""
-    draws = "model[1].forward = lambda x: x + 0.1 * torch.randn_like(x)"
-    text = check(tmp_path, (MODEL, f"{MODEL}\n    {draws}"), code=1)
-    assert "  note:  step 1: the model draws random numbers" in text
-    assert "  first: " not in text
-    seed = ("        torch.manual_seed(rank)\n", "        pass\n")
-    changes = (seed, (MODEL, f"{MODEL}\n    {draws}"))
-    text = check(tmp_path, *changes, code=1)
-    assert "  first: step 1: all ranks draw the same numbers from torch" in text
-
-
-def test_batch_norm_is_a_note(tmp_path):
-    norm = (MODEL, MODEL.replace("nn.SiLU()", "nn.BatchNorm1d(64), nn.SiLU()"))
-    text = check(tmp_path, norm, code=1)
-    assert "  note:  step 1: the output of 1 (BatchNorm1d)" in text
-    assert "1.running_mean" in text  # each rank evaluates with its own
-    assert "  first: " not in text
+@pytest.mark.parametrize("name", NOTES)
+def test_what_differs_by_nature_is_a_note(name, tmp_path):
+    changes, flags, note = NOTES[name]
+    text = check(tmp_path, *changes, flags=flags, code=1)
+    assert f"  note:  step 1: {note}" in text and "  first: " not in text
+    # With batch norm, each rank evaluates with its own.
+    assert ("1.running_mean" in text) == (name == "batch_norm")
 
 
 def test_two_machines_can_be_faked(tmp_path):
@@ -608,8 +623,7 @@ def test_what_was_kept_is_looked_at_again(tmp_path):
     first = text[text.index("  first: ") : text.index("2 processes")]
     words = ["python", FOLDER / "diagnoses.py", kept]
     assert first in harness.run(words, forks=True, code=1).stdout
-    words = ["python", CHECK, f"--keep={kept}"]
-    assert first in harness.run(words, forks=True, code=1).stdout
+    assert first in run(tmp_path, f"--keep={kept}", code=1).stdout
     sizes = [path.stat().st_size for path in kept.glob("*/*.trace")]
     assert sum(sizes) < 500_000
 
@@ -647,6 +661,11 @@ CRASH = "ddp_model(torch.ones(1, 2)).sum().backward() if rank == 1 else None"
         (('"model.pt"', '"another.pt"'), "1 process +failed: it wrote no model.pt"),
         (("main()\n    gc", "man()\n    gc"), "1 process +failed: .* NameError: .*"),
         (("save(model.state_dict()", "save(model"), "1 process +failed: .*more than.*"),
+        # Torch's advice on an unused parameter has several lines.
+        (
+            (MODEL, f"{MODEL}\n    model[0].unused = nn.Linear(2, 2)"),
+            ".*rank .: RuntimeError: Expected to have finished reduction.*",
+        ),
     ],
 )
 def test_a_failure_is_shown(change, seen, tmp_path):
@@ -655,13 +674,6 @@ def test_a_failure_is_shown(change, seen, tmp_path):
     assert "not shown to be equal" in lines
     assert not any("of each run" in line for line in lines)
     assert [path.name for path in tmp_path.glob("*.pt*")] in ([], ["another.pt"])
-
-
-def test_the_error_is_shown_and_not_what_follows_it(tmp_path):
-    """Torch's advice on an unused parameter has several lines."""
-    unused = (MODEL, f"{MODEL}\n    model[0].unused = nn.Linear(2, 2)")
-    text = check(tmp_path, unused, code=1)
-    assert re.search("rank .: RuntimeError: Expected to have finished reduction", text)
 
 
 def test_output_of_any_encoding_is_read(tmp_path):
@@ -748,8 +760,7 @@ dist.destroy_process_group()
 
 def test_a_batch_that_is_not_contiguous(tmp_path):
     (tmp_path / "strided.py").write_text(STRIDED)
-    words = ["python", CHECK, "--processes=1,2", "strided.py"]
-    done = harness.run(words, tmp_path / "out", forks=True, cwd=tmp_path, code=None)
+    done = run(tmp_path, "--processes=1,2", "strided.py", code=None)
     assert "largest difference" in done.stdout
 
 
@@ -843,17 +854,15 @@ def test_float64_is_kept():
 )
 def test_bad_input(words, says, tmp_path):
     (tmp_path / "file").touch()
-    words = ["python", CHECK, *words]
-    done = harness.run(words, tmp_path / "out", forks=True, cwd=tmp_path, code=2)
+    done = run(tmp_path, *words, code=2)
     assert says in done.stderr.splitlines(keepends=True)[-1]
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_the_other_scripts_are_equal(script, tmp_path):
-    flags = ["--noise=0", "--epochs=1"]
-    words = ["python", CHECK, "--processes=1,2", FOLDER / script, *flags]
-    done = harness.run(words, tmp_path / "out", forks=True, cwd=tmp_path)
+    words = "--processes=1,2", FOLDER / script, "--noise=0", "--epochs=1"
+    done = run(tmp_path, *words)
     assert "equal except for rounding" in done.stdout and ":  " not in done.stdout
 
 
@@ -863,9 +872,8 @@ def test_a_page_shows_a_mistake_that_is_named(page, tmp_path):
         r"^```\n(2 processes .*?)```", (ROOT / page).read_text(), re.M | re.S
     )
     replace_once(AFTER, (CALL, "train_one_epoch(model"), target=tmp_path / "after.py")
-    flags = ["after.py", "--noise=0", "--batch-size=60"]
-    words = ["python", CHECK, "--processes=1,2", *flags]
-    done = harness.run(words, tmp_path / "out", forks=True, cwd=tmp_path, code=1)
+    words = "--processes=1,2", "after.py", "--noise=0", "--batch-size=60"
+    done = run(tmp_path, *words, code=1)
     number = r"\d\.\de-\d+"
     printed = done.stdout[done.stdout.index("2 processes") :]
     assert re.sub(number, "", printed).startswith(re.sub(number, "", shown))
@@ -890,7 +898,6 @@ torch.save(model.module.state_dict(), "model.pt")
 def test_a_script_that_was_not_converted(tmp_path):
     """Its processes train the same, each for itself."""
     (tmp_path / "script.py").write_text(UNCONVERTED)
-    words = ["python", CHECK, "--processes=1,2", "script.py"]
-    done = harness.run(words, tmp_path / "out", forks=True, cwd=tmp_path, code=1)
+    done = run(tmp_path, "--processes=1,2", "script.py", code=1)
     for word in ("all ranks train on the same 16 samples", "  note:  nn.DataParallel"):
         assert word in done.stdout

@@ -4,6 +4,7 @@ The pods are the two network namespaces of tools/two_machines.sh. Each runs the 
 of job.yaml; the script and the number of processes are replaced by what a CPU can do.
 """
 
+import contextlib
 import inspect
 import json
 import os
@@ -287,82 +288,72 @@ def test_a_pod_that_waits_alone_gives_up_after_join_timeout(pods, command):
 
 
 # ---- the end -------------------------------------------------------------------------
-def in_a_container(line):
-    """Return a command that runs the line with a process 1 of its own."""
-    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    return f"exec {shlex.join(words)} sh -c {shlex.quote(line)}"
-
-
-def test_sigterm_to_process_1_saves_a_checkpoint(pods, command, tmp_path):
-    """As Kubernetes sends it: to the first process of the container alone."""
+@pytest.fixture
+def training(command, tmp_path):
+    """The command of a pod that trains, and saves to the folder checkpoints."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoints"
-    line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
+    return on_one_cpu(command, script, tmp_path / "checkpoints")
+
+
+@contextlib.contextmanager
+def waiting_pod(pods, line):
+    """Start a pod alone, with a process 1 of its own; yield both in step 36."""
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    line = shlex.quote(line.replace("--nnodes=2", "--nnodes=1"))
     pods.publish()
-    with pods.start(1, in_a_container(line), WAITS=1) as job:
+    with pods.start(1, f"exec {shlex.join(words)} sh -c {line}", WAITS=1) as job:
         job.wait_for("waits for a signal")
         (first,) = psutil.Process(job.pid).children()
+        yield job, first
+
+
+def test_sigterm_to_process_1_saves_a_checkpoint(pods, training, tmp_path):
+    """As Kubernetes sends it: to the first process of the container alone."""
+    with waiting_pod(pods, training) as (job, first):
         assert first.cmdline()[1].endswith("/torchrun")  # and not a shell
         first.send_signal(signal.SIGTERM)
         done = job.wait()
     assert "rank 0 stopped after step 36" in done.stdout
-    assert checkpoint.exists()
+    assert (tmp_path / "checkpoints").exists()
     assert done.returncode == 1  # torchrun's, and not the 143 of its rank
 
 
 @pytest.mark.release
-def test_ctrl_c_saves_nothing(pods, command, tmp_path):
+def test_ctrl_c_saves_nothing(pods, training, tmp_path):
     """As `docker run` sends it: SIGINT to process 1."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoints"
-    line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
-    pods.publish()
-    with pods.start(1, in_a_container(line), WAITS=1) as job:
-        job.wait_for("waits for a signal")
-        (first,) = psutil.Process(job.pid).children()
+    with waiting_pod(pods, training) as (job, first):
         first.send_signal(signal.SIGINT)
         done = job.wait()
     assert "Process 1 got signal: 2" in done.stderr
     assert "KeyboardInterrupt" in done.stderr
-    assert not checkpoint.exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.release
-def test_sigterm_to_a_shell_as_process_1_is_lost(pods, command, tmp_path):
+def test_sigterm_to_a_shell_as_process_1_is_lost(pods, training, tmp_path):
     """The kernel drops it at once: it is not even pending."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT_IN_STEP_36)
-    checkpoint = tmp_path / "checkpoints"
-    line = on_one_cpu(command, script, checkpoint).replace("--nnodes=2", "--nnodes=1")
-    line = f"{line.removeprefix('exec ')}; echo done"
-    pods.publish()
-    with pods.start(1, in_a_container(line), WAITS=1) as job:
-        job.wait_for("waits for a signal")
-        (first,) = psutil.Process(job.pid).children()
+    line = f"{training.removeprefix('exec ')}; echo done"
+    with waiting_pod(pods, line) as (job, first):
         assert first.name() == "sh"
         first.send_signal(signal.SIGTERM)
         assert not any(harness.in_mask(first, mask) for mask in ("SigPnd", "ShdPnd"))
         first.send_signal(signal.SIGKILL)  # its children are killed with it
         done = job.wait()
     assert "stopped after step" not in done.stdout
-    assert not checkpoint.exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("evicted", [1, 2])
-def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, command, tmp_path):
+def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, training):
     """The other pod starts its ranks again, unless the evicted one had the store."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT_IN_STEP_36)
-    line = on_one_cpu(command, script, tmp_path / "checkpoints")
     pods.publish()
     (container,) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}
     with (
-        pods.start(evicted, line, WAITS=1, **variables) as gone,
-        pods.start(3 - evicted, line, **variables) as stays,
+        pods.start(evicted, training, WAITS=1, **variables) as gone,
+        pods.start(3 - evicted, training, **variables) as stays,
     ):
         gone.wait_for("waits for a signal")
         gone.child.send_signal(signal.SIGTERM)
@@ -374,7 +365,7 @@ def test_an_evicted_pod_and_its_replacement(evicted, pods, pod, command, tmp_pat
             assert done.returncode == 1
             assert "RendezvousConnectionError" in done.stderr
             return
-        with pods.start(evicted, line, **variables) as replacement:
+        with pods.start(evicted, training, **variables) as replacement:
             for job in (stays, replacement):
                 done = job.wait()
                 assert done.returncode == 0

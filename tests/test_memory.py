@@ -11,13 +11,11 @@ with few tokens the weights that are gathered, gradients and copies, whose lines
 their maximum at different moments.
 """
 
-import ast
 import dataclasses
 import gc
 import json
 import re
 import shutil
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -680,16 +678,6 @@ def test_the_table_of_the_page():
             options["activation_checkpointing"] = checkpointing
             lines = memory.table(shape, **options)
             assert f"{max(memory.together(lines)) / 2**30:.1f}" == text
-
-
-def test_it_imports_the_standard_library_alone():
-    names = set()
-    for node in ast.walk(ast.parse(PROGRAM.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    assert names <= sys.stdlib_module_names
 
 
 SHAPE = "--width 64 --heads 4 --layers 2"

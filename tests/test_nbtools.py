@@ -79,14 +79,7 @@ def test_a_rank_that_fails_ends_the_others(forks, tmp_path, monkeypatch):
     ) in done.stderr
     assert "\n[rank1]: ValueError: its reason\n" in done.stderr
     assert ("ChildFailedError" in done.stderr) == (not forks)
-
-
-@pytest.mark.parametrize("forks", [None, "all"])
-def test_ranks_that_hang_are_no_failure(forks, tmp_path, monkeypatch):
-    script = tmp_path / "script.py"
-    script.write_text("import time\ntime.sleep(3600)\n")
-    monkeypatch.setattr(lesson, "FORKS", forks)
-    command = f"torchrun --standalone --nproc-per-node=2 {script}"
+    script.write_text("import time\ntime.sleep(3600)\n")  # a hang is no failure
     with pytest.raises(CommandError, match="did nothing for 0 s"):
         lesson.run(command, fails=True, seconds=0)
 

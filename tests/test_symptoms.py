@@ -7,7 +7,7 @@ and does is tested once a week: --release runs it.
 """
 
 import argparse
-import json
+import contextlib
 import os
 import pickle
 import re
@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
 from nbtools import harness
 from tests.symptoms_harness import PAGE
-from tests.symptoms_harness import lines
 from tests.symptoms_harness import rows
 from tools.stages import ROOT
 
@@ -41,6 +41,12 @@ WORDS = "06_slurm/demos/nccl_words.py"
 def slug(heading):
     """Return the name that GitHub gives to a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def words_of(text):
+    """Return the words that the row with a text in it quotes, in their order."""
+    ((see, *_),) = [row for row in rows() if text in row[0]]
+    return re.findall(r"`([^`]+)`", see)
 
 
 def shown(cell):
@@ -150,8 +156,7 @@ def test_models_of_different_sizes():
     """The one thing that this program says on CPUs, too."""
     command = f"torchrun --standalone --nproc-per-node=2 {WORDS} other_models"
     done = harness.run(command, code=1, forks=True)
-    ((see, *_),) = [row for row in rows() if "appears not to match" in row[0]]
-    assert re.findall(r"`([^`]+)`", see)[0] in done.stderr
+    assert words_of("appears not to match")[0] in done.stderr
 
 
 class CalledTwice(nn.Module):
@@ -159,7 +164,7 @@ class CalledTwice(nn.Module):
 
     def __init__(self, use_reentrant):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
@@ -167,39 +172,6 @@ class CalledTwice(nn.Module):
         for _ in range(2):
             x = checkpoint(self.layers[1], x, use_reentrant=self.use_reentrant)
         return x
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("group")
-def test_a_variable_that_is_ready_twice():
-    def train(**options):
-        wrapped = nn.parallel.DistributedDataParallel(CalledTwice(**options))
-        wrapped(torch.ones(1, 2)).sum().backward()
-
-    ((see, *_),) = [row for row in rows() if "ready only once" in row[0]]
-    with pytest.raises(RuntimeError) as error:
-        train(use_reentrant=True)
-    for words in re.findall(r"`([^`]+)`", see):
-        assert words in str(error.value)
-    train(use_reentrant=False)
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("group")
-def test_a_static_graph_whose_first_step_begins_under_no_sync():
-    ((see, *_),) = [row for row in rows() if "expect_autograd_hooks_" in row[0]]
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
-    with wrapped.no_sync(), pytest.raises(RuntimeError, match=see.strip("`")):
-        wrapped(torch.ones(1, 2)).sum().backward()
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("group")
-def test_a_model_that_is_not_on_the_gpu_that_is_named():
-    ((see, *_),) = [row for row in rows() if "device_ids and output" in row[0]]
-    (words,) = re.findall(r"`([^`]+)`", see)
-    with pytest.raises(ValueError, match=words):
-        nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
 
 
 class WithTransposedBuffer(nn.Module):
@@ -217,19 +189,50 @@ class WithTransposedBuffer(nn.Module):
         return self.layer(x) + self.pe[0]
 
 
+def compute(wrapped):
+    wrapped(torch.ones(2, 3)).sum().backward()
+
+
+def ready_twice(right):
+    compute(DistributedDataParallel(CalledTwice(use_reentrant=not right)))
+
+
+def first_step_under_no_sync(right):
+    wrapped = DistributedDataParallel(nn.Linear(3, 3), static_graph=True)
+    with contextlib.nullcontext() if right else wrapped.no_sync():
+        compute(wrapped)
+
+
+def not_on_the_gpu_that_is_named(right):
+    DistributedDataParallel(nn.Linear(3, 3), device_ids=None if right else [0])
+
+
+def frozen_teacher(right):
+    DistributedDataParallel(nn.Linear(3, 3).requires_grad_(right))
+
+
+def transposed_buffer(right):
+    compute(DistributedDataParallel(WithTransposedBuffer(cloned=right)))
+
+
+WITH_DDP = {  # {a text of a row: what does it wrong, or right}
+    "ready only once": ready_twice,
+    "expect_autograd_hooks_": first_step_under_no_sync,
+    "device_ids and output": not_on_the_gpu_that_is_named,
+    "single memory": transposed_buffer,
+    "is not needed when a module": frozen_teacher,
+}
+
+
 @pytest.mark.release
 @pytest.mark.usefixtures("group")
-def test_a_buffer_that_is_a_transposed_view():
-    def train(cloned):
-        wrapped = nn.parallel.DistributedDataParallel(WithTransposedBuffer(cloned))
-        wrapped(torch.ones(2, 3)).sum().backward()
-
-    ((see, _, do, *_),) = [row for row in rows() if "single memory" in row[0]]
-    (words,) = re.findall(r"`([^`]+)`", see)
-    with pytest.raises(RuntimeError, match=words):
-        train(cloned=False)
-    assert "clone(memory_format=torch.contiguous_format)" in "\n".join(lines())
-    train(cloned=True)
+@pytest.mark.parametrize("text", WITH_DDP)
+def test_what_ddp_says(text):
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        WITH_DDP[text](right=False)
+    for words in words_of(text):
+        assert words in str(error.value)
+    WITH_DDP[text](right=True)
 
 
 @pytest.mark.release
@@ -346,10 +349,7 @@ def test_what_a_model_lacks_is_ignored(tmp_path):
 @pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_a_parameter_group_without_parameters(tmp_path):
-    ((see, *_),) = [
-        row for row in rows() if "betas" in row[0] and "pipeline" not in row[0]
-    ]
-    assert "`KeyError: 'betas'`" in see
+    assert words_of("`KeyError: 'betas'` in the first") == ["KeyError: 'betas'"]
     model = nn.Linear(4, 4)
     groups = [{"params": [], "lr": 1e-5}, {"params": list(model.parameters())}]
     optimizer = torch.optim.AdamW(groups)
@@ -382,8 +382,8 @@ def test_a_scheduler_takes_the_decayed_rate_after_dcp_load(tmp_path):
 
     resumed = load(*make())
     assert "initial_lr" not in resumed.param_groups[0]
-    ((see, *_),) = [row for row in rows() if "initial_lr" in row[0]]
-    with pytest.raises(KeyError, match=re.escape(see.strip("`"))):
+    (words,) = words_of("initial_lr")
+    with pytest.raises(KeyError, match=re.escape(words)):
         CosineAnnealingLR(resumed, 10, last_epoch=2)
     (base,) = CosineAnnealingLR(resumed, 10).base_lrs
     assert f"{base:.3f}" == "0.079"
@@ -442,31 +442,12 @@ def norms_of_meshes(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.release
-def test_a_mesh_dimension_of_one_rank_averages_nothing(tmp_path):
-    harness.call_in_forks(norms_of_meshes, [(0, tmp_path), (1, tmp_path)])
-
-
-@pytest.mark.release
-def test_a_set_has_a_different_order_in_each_process():
-    code = "print(list({f'class {n}' for n in range(20)}), hash('a'))"
-    programs = (code, code.replace("list(", "sorted(").replace(", hash('a')", ""))
-    for program, count in zip(programs, (3, 1), strict=True):
-        printed = {
-            harness.run(
-                [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}
-            ).stdout
-            for seed in "123"
-        }
-        assert len(printed) == count
-
-
 def skip_a_batch(rank, folder):
     """Train on six batches, of which rank 1 skips the third for itself."""
     join_group(rank, folder)
     layer = nn.Linear(6, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    wrapped = nn.parallel.DistributedDataParallel(layer)
+    wrapped = DistributedDataParallel(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1)
     try:
         for number, batch in enumerate(torch.eye(6)):
@@ -486,30 +467,13 @@ def skip_a_batch(rank, folder):
 
 
 @pytest.mark.release
-def test_a_batch_that_one_rank_skips_is_averaged_with_another_one(tmp_path):
-    harness.call_in_forks(skip_a_batch, [(0, tmp_path), (1, tmp_path)])
-
-
-@pytest.mark.release
-def test_a_json_file_that_two_ranks_write():
-    ((see, *_),) = [row for row in rows() if "Extra data" in row[0]]
-    too_early, left_over = re.findall(r"`([^`]+)`", see)
-    longer, shorter = (json.dumps([{"box": [1] * n}] * 2) for n in (9, 3))
-    both = shorter + longer[len(shorter) :]
-    for text, said in ((longer[:20], too_early), (both, left_over)):
-        with pytest.raises(json.JSONDecodeError, match=said):
-            json.loads(text)
-
-
-@pytest.mark.release
 def test_a_function_that_is_compiled_for_every_shape():
     program = (
         "import torch\n"
         "double = torch.compile(lambda x: x * 2, backend='eager', dynamic=False)\n"
         "for size in range(2, 12): double(torch.ones(size))\n"
     )
-    ((see, *_),) = [row for row in rows() if "recompile_limit" in row[0]]
-    (words,) = re.findall(r"`([^`]+)`", see)
+    (words,) = words_of("recompile_limit")
     for dynamic in (False, True):
         code = program.replace("dynamic=False", f"dynamic={dynamic}")
         done = harness.run([sys.executable, "-c", code])
@@ -528,19 +492,19 @@ def reduce_metrics(rank, folder):
     dist.destroy_process_group()
     if rank == 0:
         assert means == {"mask": 105, "kpt": 52.5}
+        text = "\n".join(sections(PAGE)["metrics-whose-keys-differ-by-rank"][1])
+        assert "105" in text and "52.5" in text
 
 
 @pytest.mark.release
-def test_metrics_whose_keys_differ_by_rank(tmp_path):
-    harness.call_in_forks(reduce_metrics, [(0, tmp_path), (1, tmp_path)])
-    text = "\n".join(sections(PAGE)["metrics-whose-keys-differ-by-rank"][1])
-    assert "105" in text and "52.5" in text
+@pytest.mark.parametrize("be_a_rank", [norms_of_meshes, skip_a_batch, reduce_metrics])
+def test_what_two_ranks_do_without_an_error(be_a_rank, tmp_path):
+    harness.call_in_forks(be_a_rank, [(rank, tmp_path) for rank in (0, 1)])
 
 
 @pytest.mark.release
 def test_images_of_16_bits_and_damaged_ones(tmp_path):
-    ((see, *_),) = [row for row in rows() if "image file is truncated" in row[0]]
-    truncated, unknown = re.findall(r"`([^`]+)`", see)
+    truncated, unknown = words_of("image file is truncated")
     ramp = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
     for name in ("ramp.tif", "ramp.png"):
         Image.fromarray(ramp).save(tmp_path / name)
@@ -564,8 +528,7 @@ def test_images_of_16_bits_and_damaged_ones(tmp_path):
 
 @pytest.mark.release
 def test_a_full_disk():
-    ((see, *_),) = [row for row in rows() if "unexpected pos" in row[0]]
-    container, position, _ = re.findall(r"`([^`]+)`", see)
+    container, position, _ = words_of("unexpected pos")
     with pytest.raises(RuntimeError, match=container) as error:
         torch.save(torch.ones(100_000), "/dev/full")
     assert re.search(position.replace("...", r"\d+"), str(error.value))
@@ -574,14 +537,14 @@ def test_a_full_disk():
 @pytest.mark.release
 @pytest.mark.usefixtures("group")
 def test_clipping_weights_of_two_meshes():
-    ((see, _, _, _),) = [row for row in rows() if "aten.stack.default" in row[0]]
+    (words,) = words_of("aten.stack.default")
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     dense, expert = nn.Linear(4, 4), nn.Linear(4, 4)
     fully_shard(dense, mesh=mesh["a"])
     fully_shard(expert, mesh=mesh["b"])
     expert(dense(torch.ones(2, 4))).square().sum().mul(1000).backward()
     groups = [list(layer.parameters()) for layer in (dense, expert)]
-    with pytest.raises(RuntimeError, match=see.strip("`")):
+    with pytest.raises(RuntimeError, match=words):
         nn.utils.clip_grad_norm_(sum(groups, []), 1.0)
     gradients = [[weight.grad for weight in group] for group in groups]
     norms = [nn.utils.get_total_norm(each).full_tensor() for each in gradients]

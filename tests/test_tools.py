@@ -1,6 +1,5 @@
 """The commands of `make` do what they say, and the pages they write are not stale."""
 
-import ast
 import json
 import re
 import signal
@@ -15,6 +14,7 @@ from packaging.requirements import Requirement
 from nbtools import harness
 from tests.conftest import only_in_ci
 from tests.conftest import only_in_release
+from tests.training import imported_by
 from tests.training import replace_once
 from tools import demo
 from tools import diff
@@ -36,7 +36,7 @@ from tools.stages import with_feature
 
 
 # ---- requirements*.txt ---------------------------------------------------------------
-def imported_by(*patterns):
+def imported_in(*patterns):
     """Return the names of modules that files import: programs, or notebooks' cells."""
     found = set()
     for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
@@ -45,11 +45,7 @@ def imported_by(*patterns):
             cells = json.loads(text)["cells"]
             codes = [each for each in cells if each["cell_type"] == "code"]
             text = "\n".join("".join(each["source"]) for each in codes)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                found |= {each.name.split(".")[0] for each in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                found.add(node.module.split(".")[0])
+        found |= imported_by(text)
     return found
 
 
@@ -70,11 +66,11 @@ def test_requirements_are_what_scripts_and_notebooks_import():
     ours = {path.stem for path in programs if ".venv" not in path.parts}
     ours |= {path.name for path in ROOT.iterdir()} | {"PIL", "IPython"}
     known = ours | sys.stdlib_module_names
-    of_scripts = imported_by("common/*.py", "*/train.py") - known
+    of_scripts = imported_in("common/*.py", "*/train.py") - known
     assert of_scripts == scripts
-    demo = imported_by("nbtools/harness.py", "nbtools/weights.py", "tools/demo.py")
+    demo = imported_in("nbtools/harness.py", "nbtools/weights.py", "tools/demo.py")
     assert demo - known - scripts == {"psutil"}
-    readers = imported_by("*/*.ipynb", "*/demos/*.py", "*/figures.py", "nbtools/*.py")
+    readers = imported_in("*/*.ipynb", "*/demos/*.py", "*/figures.py", "nbtools/*.py")
     assert readers - known - scripts - {"psutil"} == others - {"jupyter"}
 
 

@@ -10,6 +10,7 @@ nbtools/harness.py starts the processes.
     load_stage, stage_args      a stage's script as a module, for its functions
 """
 
+import ast
 import collections
 import functools
 import importlib.util
@@ -222,6 +223,17 @@ def copied(stage, folder):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
     return folder
+
+
+def imported_by(source):
+    """Return the names of the modules that a program imports, without their parts."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {each.name.split(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
 
 
 def replace_once(path, *replacements, target=None):

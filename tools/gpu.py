@@ -343,10 +343,7 @@ def run_nccl(args, report):
     mistakes is for a reader: docs/symptoms.md quotes it.
     """
     recipes = {*ROOT.glob("recipes/*.py")}
-    # one needs a terminal, the other one process
-    recipes -= {
-        ROOT / f"recipes/{name}.py" for name in ("debug_one_rank", "loader_memory")
-    }
+    recipes.discard(ROOT / "recipes/debug_one_rank.py")  # needs a terminal
     for name, package in EXTRA.items():
         if importlib.util.find_spec(package) is None:
             report(f"missing: {package}, so recipes/{name}.py is not run")

@@ -629,7 +629,7 @@ def changes_weights_before(trace, s):
     cause="it was frozen, or not there, when DistributedDataParallel was made, which "
     "only averages what it saw then",
     cure="unfreeze first, then wrap",
-    see=f"{SPECIAL}; recipes/frozen_parts.py",
+    see=SPECIAL,
 )
 def unfrozen_late(c, d):
     """A parameter of a wrapped model that was not to be trained when it was wrapped."""
