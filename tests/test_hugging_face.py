@@ -127,8 +127,8 @@ def test_a_rank_never_holds_the_whole_model(trained):
     model = AutoModelForCausalLM.from_pretrained(pretrained("llama"))
     for rank in range(2):
         seen = torch.load(folder / f"rank-{rank}.pt")
-        # Each of two micro-batches: 4 blocks, embedding, head and root in forward; the
-        # blocks again in backward. Nobody waits for the embedding there, if it is frozen.
+        # Each of two micro-batches: 4 blocks, embedding, head and root in forward, and
+        # the blocks again in backward. If the embedding is frozen, nobody waits for it.
         assert seen["all_gather"]["calls"] == 2 * (7 + 4)
         # Once per step: the first micro-batch keeps its gradients.
         whole = {"calls": 7, "bytes": 8 * model.num_parameters()}
