@@ -246,7 +246,7 @@ def train_one_epoch(args, epoch, model, loader, state, stop):
         log(f"train metrics of epoch {epoch} leave out its first {steps_done} steps")
     loader.sampler.set_epoch(epoch)  # [03] otherwise every epoch has the same order
     batches = skip_first_batches(loader, steps_done)  # [09] without reading the samples
-    # [11] how fast: tokens per second, whatever the batch
+    # [11] tokens per second, because a batch can have any number of tokens
     batches = meters.progress(
         batches,
         f"epoch {epoch}",

@@ -115,17 +115,19 @@ def decay_groups(model, weight_decay):
 def describe_speed(args, tokens_per_s):
     """Return the speed of this process as text: tokens per second, and its MFU.
 
-    MFU, model FLOPs utilization, is the part of the device's peak that the model's
-    FLOPs are, by the count of PaLM (Chowdhery et al., 2022, appendix B). It is shown
-    with --amp on the GPUs of PEAKS.
+    MFU, model FLOPs utilization, is what the model requires, by the count of PaLM
+    (Chowdhery et al., 2022, appendix B), divided by the device's peak. It is shown with
+    --amp on the GPUs of PEAKS.
     """
     text = f"{tokens_per_s:,.0f} tokens/s per process"
-    name = args.device.type == "cuda" and torch.cuda.get_device_name(args.device)
-    if args.amp == "off" or name not in PEAKS:
+    if args.amp == "off" or args.device.type != "cuda":
+        return text
+    name = torch.cuda.get_device_name(args.device)
+    if name not in PEAKS:
         return text
     weights = 12 * args.depth * args.width**2 + 256 * args.width  # of linear layers
     flops = 6 * weights + 12 * args.depth * args.context_length * args.width
-    flops /= vars(args).get("tensor_parallel", 1)  # processes share a token's work
+    flops /= getattr(args, "tensor_parallel", 1)  # processes share a token's work
     return f"{text}, MFU {tokens_per_s * flops / PEAKS[name]:.0%}"
 
 

@@ -80,8 +80,8 @@ def progress(loader, title, meter, show=True, speed=None):
     show `meter`'s metrics. Reading them waits for the device, so it happens at most
     twice a second. Nothing is shown if `show` is false.
 
-    speed: returns a text, also shown, for the targets per second that `meter` has
-    counted since the last line.
+    speed: a function; given the targets per second that `meter` has counted since the
+    last line, it returns a text, which is shown, too.
     """
     terminal = sys.stderr.isatty()
     disable = not (show and terminal)

@@ -35,7 +35,7 @@ What it assumes:
   a time.
 - --offload is FSDP2's CPUOffloadPolicy: weights, gradients and averages are in host
   memory, where AdamW runs; GPUs have what they gather, and a group's shards on their
-  way (as torch's source says; no run has counted these).
+  way (as torch's source says).
 - --loss-chunk C computes head and loss for C tokens at a time, each under
   torch.utils.checkpoint. torch's own linear_cross_entropy keeps other buffers.
 - --groups says what fully_shard is called on: "ends": each block, the embedding, the
@@ -58,8 +58,8 @@ What it assumes:
   torch computes all its rows and then takes the GPU's. If the head has the embedding's
   weight, it has it again after parallelize_module, which makes two of it.
 
-It knows no pipelines and no experts: for these, docs/what_can_be_split.md has the
-bytes.
+It knows no pipelines, no experts, and no GPUs that share a sequence: for these,
+docs/what_can_be_split.md has the bytes.
 
 What it leaves out: memory that the allocator reserves and nobody uses, the CUDA
 context, NCCL's buffers, other processes on the GPU, batches that wait to be used, and
@@ -69,21 +69,22 @@ with torch.cuda.max_memory_allocated() after two steps, and leave a few GiB free
 How close it is: with 2,048 tokens and more, at most 16 % above what was counted for
 small models on a CPU (19 with tensor parallelism, on 2 and 4 processes), most of it for
 the logits' name; with 64 tokens a third, because gathered weights, gradients and copies
-are not all there at once. On one H100 it is 5 and 7 % above two runs of a GPT. A
-Llama's activations, tensor parallelism, and all but AdamW on float32 weights were not
-compared on a GPU.
+are not all there at once. On one H100 it is 5 and 7 % above two runs of a GPT. On an
+H200, a GPT with --offload took 1.0 GiB, where it says 1.9. A Llama's activations,
+tensor parallelism, and all but AdamW on float32 weights were not compared on a GPU.
 
 How long it takes: --tokens-per-second is what one GPU trained with the same flags, in
-your own steps. N GPUs are at best N times as fast. A step lasts as long as its --tokens
-compute, or as long as the GPU sends, whichever is longer: at best, the two overlap. It
-sends the bytes of a ring, once per --tokens; with --grad-accum, FSDP2 only gathers.
---bandwidth is what check_cluster.py calls bus. TFLOP/s are of matrix products, with
-attention as without a mask, and with what activation checkpointing recomputes, which
-MFU leaves out.
+your own steps. Before you can measure, guess: find the number that gives 40 % of the
+peak, on an H100 in bf16 400 TFLOP/s. N GPUs are at best N times as fast. A step lasts
+as long as its --tokens compute, or as long as the GPU sends, whichever is longer: at
+best, the two overlap. It sends the bytes of a ring, once per --tokens; with
+--grad-accum, FSDP2 only gathers. --bandwidth is what check_cluster.py calls bus.
+TFLOP/s are of matrix products, with attention as without a mask, and with what
+activation checkpointing recomputes, which MFU leaves out.
 
-The hours are a lower bound. It cannot know how long ranks wait for the slowest one, for
-data, evaluation, checkpoints and restarts, nor how much slower a GPU is with fewer
-tokens. Measure several micro-batches per step: FSDP2 also divides AdamW's step.
+The hours leave out waiting for the slowest rank, for data, evaluation, checkpoints and
+restarts, and that a GPU is slower with fewer tokens. Measure several micro-batches per
+step: FSDP2 also divides AdamW's step.
 """
 
 import argparse
@@ -639,11 +640,12 @@ def parse_args(words=None):
     )
     add = parser.add_argument
     add("--gpus", type=positive, help="that share the work; default: 8, or --room's")
-    text = "of a micro-batch of one GPU, or of a tensor-parallel group"
+    text = "of a micro-batch of one GPU, or tensor-parallel group: 1 sequence or more"
     add("--tokens", type=positive, default=8192, help=text)
     text = "GPUs that split each layer, for the same tokens; default: 1"
     add("--tensor-parallel", type=positive, default=1, metavar="T", help=text)
-    add("--room", type=positive, metavar="GIB", help="of a GPU: how many does it take?")
+    text = "of a GPU (an H100: 79): how many does it take?"
+    add("--room", type=positive, metavar="GIB", help=text)
     text = "all weights, or adapters, of frozen weights or of weights in 4 bits"
     add("--train", choices=("all", "lora", "qlora"), default="all", help=text)
     add("--lora-rank", type=positive, default=8, metavar="R")
