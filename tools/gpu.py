@@ -334,6 +334,19 @@ PROGRAMS = (
     ["hugging_face/fsdp.py", "llama", "--bf16"],
     ["hugging_face/lora.py", "llama"],
 )
+# Beside frozen weights, FSDP2 of torch 2.11 to 2.14 could gather wrong ones.
+LORA = ["hugging_face/lora.py", "llama", "--dtype=float32", "--epochs=2", "--out"]
+
+
+def report_adapters(folder, report):
+    """Report how far the adapters of several ranks are from those of one process."""
+    from safetensors.torch import load_file
+
+    paths = [Path(folder, name, "adapters.safetensors") for name in ("one", "several")]
+    if all(path.exists() for path in paths):
+        one, other = map(load_file, paths)
+        away = max((one[name] - other[name]).abs().max().item() for name in one)
+        report(f"\nadapters of {SHARED} ranks: {away:.1e} from one process")
 
 
 def run_nccl(args, report):
@@ -360,6 +373,8 @@ def run_nccl(args, report):
         shutil.copytree(ROOT / "your_own_script", folder, dirs_exist_ok=True)
         if not args.dry_run:
             run(["python", "hugging_face/make_model.py", "llama"], 60, cwd=folder)
+            run(["torchrun", "--standalone", *LORA, "one"], 150, cwd=folder)
+            good.append([*LORA, "several"])
         runs = []
         for number, words in enumerate([*good, *mistakes]):
             own = ["env", f"PORT={29600 + number}", *hidden, *script, *words]
@@ -370,6 +385,7 @@ def run_nccl(args, report):
             codes.append(code)
             shown = " ".join(words).replace(f"{ROOT}/", "")
             report(f"\n{shown}: exit code {code}\n{text}")
+        report_adapters(folder, report)
     return not any(codes[: len(good)])
 
 
