@@ -245,7 +245,8 @@ def make_plain(model, dtype):
     _, plain_class = type(model).__bases__
     with torch.device("meta"):
         plain = plain_class._from_config(model.config, dtype=dtype)
-    plain.generation_config = model.generation_config
+    if plain.can_generate():  # otherwise there is none, as of an image classifier
+        plain.generation_config = model.generation_config
     return plain
 
 
