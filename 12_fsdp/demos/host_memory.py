@@ -70,7 +70,7 @@ def measure(model, length, device, steps):
         synchronize()
         seconds.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return peak, statistics.median(seconds[1:]), loss.item()
+    return peak, statistics.median(seconds[1:] or seconds), loss.item()
 
 
 def main():
