@@ -127,9 +127,9 @@ def test_a_rank_never_holds_the_whole_model(trained):
     model = AutoModelForCausalLM.from_pretrained(pretrained("llama"))
     for rank in range(2):
         seen = torch.load(folder / f"rank-{rank}.pt")
-        # Each of two micro-batches: 4 blocks, embedding, head and root in forward, and
-        # the blocks again in backward. If the embedding is frozen, nobody waits for it.
-        assert seen["all_gather"]["calls"] == 2 * (7 + 4)
+        # Each of two micro-batches: 4 blocks, embedding, head and root in forward; the
+        # blocks and the embedding again in backward.
+        assert seen["all_gather"]["calls"] == 2 * (7 + 5)
         # Once per step: the first micro-batch keeps its gradients.
         whole = {"calls": 7, "bytes": 8 * model.num_parameters()}
         assert seen["reduce_scatter"] == whole

@@ -584,9 +584,11 @@ def sent(shape, options):
         size = 2 if precision == "bf16-weights" and train == "all" else 4
         return 2 * size * reduced * (gpus - 1) / gpus
     whole, _ = split(shape, "whole", *gathered)
-    # The backward pass gathers again what was freed: neither the root nor the head.
+    # The backward pass gathers again what was freed: neither the root nor the head, and
+    # no frozen embedding (sharded.py's is not gathered: nobody would wait for it).
     _, others = split(shape, groups, *gathered)
-    again = sum(others[: shape.layers + 1])
+    first = int(len(others) > shape.layers and train != "all")
+    again = sum(others[first : shape.layers + 1])
     reduced = 0 if options["grad_accum"] else 4 * reduced
     return (whole + again + reduced) * (gpus - 1) / gpus
 

@@ -83,9 +83,9 @@ def shard_model(model, mesh, bf16, lists=()):
         for each in ends:  # one weight cannot be in two groups
             # Backward begins with the head, so there is no use in freeing it before.
             fully_shard(each, reshard_after_forward=each is not head, **options)
-        if isinstance(embedding, nn.Embedding):
-            # Its gradient needs no weights. If it is frozen, nobody waits for a gather
-            # in backward, which up to torch 2.14 can overwrite the next ones on GPUs.
+        if isinstance(embedding, nn.Embedding) and not embedding.weight.requires_grad:
+            # Otherwise it is gathered in backward, but nobody waits for that, and up to
+            # torch 2.14 it can overwrite the next gathers on GPUs.
             embedding.set_unshard_in_backward(False)
     fully_shard(model, **options)
 

@@ -331,7 +331,8 @@ function sent(model, all) {
   }
   const [whole] = split(shape, "whole", ...gathered);
   const [, others] = split(shape, all.groups, ...gathered);
-  const again = sum(others.slice(0, shape.layers + 1));
+  const first = others.length > shape.layers && all.train !== "all" ? 1 : 0;
+  const again = sum(others.slice(first, shape.layers + 1));
   reduced = all.grad_accum ? 0 : 4 * reduced;
   return ((whole + again + reduced) * (all.gpus - 1)) / all.gpus;
 }
