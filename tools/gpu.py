@@ -340,10 +340,10 @@ LORA = ["hugging_face/lora.py", "llama", "--dtype=float32", "--epochs=2", "--out
 
 def report_adapters(folder, report):
     """Report how far the adapters of several ranks are from those of one process."""
-    from safetensors.torch import load_file
-
     paths = [Path(folder, name, "adapters.safetensors") for name in ("one", "several")]
     if all(path.exists() for path in paths):
+        from safetensors.torch import load_file  # there, because lora.py wrote them
+
         one, other = map(load_file, paths)
         away = max((one[name] - other[name]).abs().max().item() for name in one)
         report(f"\nadapters of {SHARED} ranks: {away:.1e} from one process")
