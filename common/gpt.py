@@ -28,8 +28,7 @@ class Attention(nn.Module):
         # A head's queries, keys and values are next to each other, and the number of
         # heads is not fixed here: a slice of the rows of `qkv` can be whole heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim))
-        # Each [B, heads, T, head_dim]. Transposed before they are taken apart, their
-        # gradient would be copied twice in backward.
+        # each [B, heads, T, head_dim]; chunk first: otherwise backward copies twice
         q, k, v = (each.transpose(1, 2) for each in qkv.chunk(3, dim=-1))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
