@@ -87,7 +87,7 @@ check: $(INSTALLED)
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m pytest -q -m "not slow and not long" \
-	  $(addprefix tests/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py translation.py) \
+	  $(addprefix tests/*/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py translation.py) \
 	  || failed=1; \
 	exit $$failed
 
@@ -132,7 +132,7 @@ site: $(SITE_INSTALLED)
 	@echo "open docs/_build/html/index.html"
 
 exits: $(INSTALLED)
-	$(PY) -m pytest -m long tests/test_exits.py -s
+	$(PY) -m pytest -m long tests/stages/test_exits.py -s
 
 # Nothing is installed: the machine need not reach the internet.
 gpu:
@@ -143,4 +143,4 @@ gpu:
 	tools/neighbor_env.sh $* $(PY)
 
 ray trl horovod torchft: %: .venv-%/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest --release -k $* tests/test_pinned_libraries.py $(ARGS)
+	REQUIRE_NEIGHBORS=1 $(PY) -m pytest --release -k $* tests/around/test_pinned_libraries.py $(ARGS)

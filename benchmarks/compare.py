@@ -26,10 +26,10 @@ from common.args import check_batch_size
 from common.args import fail
 from common.args import positive_int
 from common.args import writable_file
-from nbtools import harness
-from tools.stages import command
-from tools.stages import features
-from tools.stages import with_feature
+from harness import commands
+from harness.stages import command
+from harness.stages import features
+from harness.stages import with_feature
 
 # The flags that define the work: every script gets those that are for its data.
 WORK = ("data", "data_dir", "image_size", "images", "arch", "memory_format", "lr")
@@ -97,7 +97,7 @@ def run(words, **environment):
     text = " ".join(map(str, words))
     print(f"measuring {text}", file=sys.stderr, flush=True)
     environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
-    done = harness.run(words, code=None, seconds=math.inf, **environment)
+    done = commands.run(words, code=None, seconds=math.inf, **environment)
     if done.returncode:
         sys.stderr.write(done.stderr)
         fail(f"exit code {done.returncode} of: {text}")
@@ -198,7 +198,7 @@ def train(args, stage, own, processes):
 def train_by_library(args, name, processes):
     """Train with another library, on the CPU; return the row of its rate."""
     _, program, launcher = LIBRARIES[name]
-    places = {"bin": Path(sys.executable).parent, "port": harness.free_port()}
+    places = {"bin": Path(sys.executable).parent, "port": commands.free_port()}
     words = launcher.format(processes=processes, **places).split()
     words += [program, *flags_of_work(args), "--dtype", "float32"]
     with tempfile.TemporaryDirectory() as folder:

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nbtools.counting import Collectives
-from nbtools.counting import WaitsForDevice
-from nbtools.counting import between_steps
+from harness.counting import Collectives
+from harness.counting import WaitsForDevice
+from harness.counting import between_steps
 
 FIRST, LAST = 2, 7  # counted from the end of one step to the end of the other
 

@@ -1,7 +1,7 @@
 """What all benchmarks print: the tables of their README."""
 
-from tools.stages import features
-from tools.stages import registry
+from harness.stages import features
+from harness.stages import registry
 
 
 def table(titles, rows):

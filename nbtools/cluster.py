@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from nbtools import harness
+from harness import commands
 from nbtools import lesson
 
 SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
@@ -34,12 +34,12 @@ def variables(folder):
 
 def script(what, code=None, **variables):
     """Call local_slurm.sh; return its Done, of any exit code unless one is given."""
-    return harness.run(["bash", SCRIPT, what], code=code, **variables)
+    return commands.run(["bash", SCRIPT, what], code=code, **variables)
 
 
 def show(job, **variables):
     """Return what Slurm says of a job, as a dict."""
-    text = harness.run(["scontrol", "show", "job", job], **variables).stdout
+    text = commands.run(["scontrol", "show", "job", job], **variables).stdout
     return dict(re.findall(r"(\w+)=(\S+)", text))
 
 
@@ -144,13 +144,13 @@ def state(job):
     return show(job)["JobState"]
 
 
-def wait(until, seconds=harness.LIMIT):
+def wait(until, seconds=commands.LIMIT):
     """Wait until a function returns something true, and return that.
 
     Without a cluster, return None at once. Raises AssertionError after `seconds`.
     """
     hint = "see squeue, and the logs of the jobs"
-    return harness.wait_until(until, seconds, hint, every=0.2) if running else None
+    return commands.wait_until(until, seconds, hint, every=0.2) if running else None
 
 
 def log(job):

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from nbtools import harness
-from nbtools.sections import ROOT
-from nbtools.sections import sections
-from nbtools.weights import max_abs_diff as max_abs_diff  # for the notebooks
+from harness import commands
+from harness.sections import ROOT
+from harness.sections import sections
+from harness.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
 # Seconds for which a command may do nothing. The longest of these waits for a timeout.
 IDLE = 60
@@ -30,8 +30,8 @@ _scratch = tempfile.TemporaryDirectory()
 work = Path(_scratch.name)
 
 # Set where notebooks are tested: then a command is run without its launcher if it can
-# be (see harness.py), which takes a fraction of the time. With "working", not one that
-# fails: what the launcher says of it is shown.
+# be (see harness/commands.py), which takes a fraction of the time. With "working", not
+# one that fails: what the launcher says of it is shown.
 FORKS = os.environ.get("LESSON_FORKS")
 
 
@@ -43,10 +43,10 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     variable, and a line may end with a backslash. OMP_NUM_THREADS is 1. Standard error,
     where the progress goes, is not printed; with `quiet`, neither is standard output.
     in_order: print the lines at the end, sorted, because ranks print in any order.
-    Returns a harness.Done: the exit code, and both outputs as text without the names of
-    the two folders.
+    Returns a commands.Done: the exit code, and both outputs as text without the names
+    of the two folders.
 
-    Raises harness.CommandError, with what it printed to standard error, if the child
+    Raises commands.CommandError, with what it printed to standard error, if the child
     fails, or with `fails=True` if it does not; with `fails=None` it may do either. It
     also raises if the child does nothing for so many `seconds`: it neither prints nor
     computes, because its ranks wait for each other. Whatever ends this call also ends
@@ -58,7 +58,7 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     forks, lines = FORKS and not (fails and FORKS == "working"), []
     with (
         tempfile.TemporaryDirectory() as folder,
-        harness.start(words, folder, forks=forks, together=True) as job,
+        commands.start(words, folder, forks=forks, together=True) as job,
     ):
         for line in lines_of(job, seconds):
             lines.append(without_folders(line))
@@ -72,7 +72,7 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     if hung or fails is not None and bool(done.returncode) != fails:
         nothing = f"it hangs: it did nothing for {seconds} s"
         ended = nothing if hung else f"exit code {done.returncode}"
-        error = harness.CommandError(f"{ended}: {command}\n{done.stderr}")
+        error = commands.CommandError(f"{ended}: {command}\n{done.stderr}")
         error.reason = ended if hung else own_error(done.stderr) or ended
         raise error
     return done
@@ -220,7 +220,7 @@ def check(exercise):
     """
     try:
         exercise()
-    except harness.CommandError as error:
+    except commands.CommandError as error:
         print(f"Not solved yet: {error.reason}")
     except AssertionError as error:
         print(f"Not solved yet: {first_line(error)}")

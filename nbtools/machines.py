@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from itertools import zip_longest
 
-from nbtools import harness
+from harness import commands
 from nbtools import lesson
 
 SCRIPT = lesson.ROOT / "tools/two_machines.sh"
@@ -30,7 +30,7 @@ def start():
     """Make the two machines, and say what they are. They end with this process."""
     global running
     os.environ["TWO_MACHINES"] = f"machine-{os.getpid()}-"
-    done = harness.run(["bash", SCRIPT, "start"], code=None)
+    done = commands.run(["bash", SCRIPT, "start"], code=None)
     running = done.returncode == 0
     if running:
         lesson.run_at_end(f"bash {SCRIPT} stop")
@@ -44,7 +44,7 @@ def do(words):
     """Show a command of two_machines.sh, and run it; print what it prints."""
     print(f"$ bash tools/two_machines.sh {words}")
     if running:
-        print(harness.run(f"bash {SCRIPT} {words}").stdout, end="")
+        print(commands.run(f"bash {SCRIPT} {words}").stdout, end="")
     else:
         print(NOT_RUN)
 
@@ -54,7 +54,7 @@ def words_on(machine, command):
     command = command.replace("\\\n", " ").replace("$WORK", str(lesson.work))
     words = shlex.split(command)
     first = next(n for n, word in enumerate(words) if "=" not in word)
-    program = harness.PROGRAMS.get(words[first], [words[first]])
+    program = commands.PROGRAMS.get(words[first], [words[first]])
     words = ["env", *words[:first], *program, *words[first + 1 :]]
     if running:
         return ["bash", SCRIPT, "on", machine, *words]
@@ -104,7 +104,7 @@ def started(command, second=None, needs_network=False, disks=None):
                     words = [cwd / w if f"{w}".endswith(".py") else w for w in words]
                     cwd = disks / f"machine{machine}"
                     cwd.mkdir(parents=True)
-                job = harness.start(words, folder, cwd=cwd)
+                job = commands.start(words, folder, cwd=cwd)
                 jobs.append(stack.enter_context(job))
         yield jobs
 
@@ -113,7 +113,7 @@ def finish(jobs, errors=None, fails=False):
     """Wait until two jobs have ended, and print what each has printed, in sorted order.
 
     errors: `show_errors` prints these lines, too. With it, or with `fails`, both jobs
-    should fail. Returns a harness.Done for each. Raises harness.CommandError if one
+    should fail. Returns a commands.Done for each. Raises commands.CommandError if one
     ends in another way.
     """
     if not jobs:
@@ -123,7 +123,7 @@ def finish(jobs, errors=None, fails=False):
     for done in found:
         failed = done.returncode != 0
         if done.returncode == "hung" or failed != bool(errors or fails):
-            raise harness.CommandError(f"{done.returncode}:\n{done.stderr}")
+            raise commands.CommandError(f"{done.returncode}:\n{done.stderr}")
     show(*(sorted(done.stdout.splitlines()) for done in found))
     if errors:
         show_errors(found, errors)
@@ -140,7 +140,7 @@ def show_errors(found, errors):
         seen = dict.fromkeys(map(without_varying, re.findall(errors, done.stderr)))
         lines += [f"machine{number} | {line}" for line in seen]
     if found and not lines:
-        raise harness.CommandError(f"no {errors!r} in:\n{found}")
+        raise commands.CommandError(f"no {errors!r} in:\n{found}")
     print("\n".join(lines) or NOT_RUN)
 
 
@@ -148,9 +148,9 @@ def print_when_seen(jobs, *patterns):
     """Wait until each job has printed a line that matches its pattern; print it."""
     pairs = zip(jobs, patterns, strict=bool(jobs))
     for number, (job, pattern) in enumerate(pairs, start=1):
-        harness.wait_until(
+        commands.wait_until(
             lambda job=job, pattern=pattern: re.search(pattern, job.screen()),
-            harness.LIMIT,
+            commands.LIMIT,
             job.screen,
         )
         job.look()
@@ -163,8 +163,8 @@ def wait_for_new_peers(port, before):
     before: what `peers` returned then.
     """
     if running:
-        harness.wait_until(
-            lambda: len(peers(port) - before) == 2, harness.LIMIT, "not connected"
+        commands.wait_until(
+            lambda: len(peers(port) - before) == 2, commands.LIMIT, "not connected"
         )
 
 
@@ -173,7 +173,7 @@ def peers(port):
     if not running:
         return Counter()
     ss = ["ss", "-Htn", "state", "established", f"( sport = :{port} )"]
-    lines = harness.run(["bash", SCRIPT, "on", 1, *ss]).stdout.splitlines()
+    lines = commands.run(["bash", SCRIPT, "on", 1, *ss]).stdout.splitlines()
     return Counter(line.split()[-1].rpartition(":")[0] for line in lines)
 
 

@@ -29,7 +29,7 @@ def clean(text):
 def grep_log(done, pattern):
     """Show a grep in all that was printed to standard error; print its lines, sorted.
 
-    done: what lesson.run returned. Raises harness.CommandError if no line matches.
+    done: what lesson.run returned. Raises commands.CommandError if no line matches.
     """
     (lesson.work / "run.log").write_text(done.stderr)
     found = lesson.run(f"grep -E '{pattern}' $WORK/run.log", quiet=True)

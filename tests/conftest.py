@@ -16,9 +16,9 @@ import torch
 from torch import distributed as dist
 from xdist.scheduler import LoadFileScheduling
 
+from harness.stages import ROOT
 from tests.training import counts
 from tests.training import train
-from tools.stages import ROOT
 
 NUM_LEFT_OUT = pytest.StashKey()
 RUNS_NOTEBOOK = re.compile(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]")
@@ -55,7 +55,7 @@ def pytest_configure(config):
         config.addinivalue_line("markers", line)
     config.stash[NUM_LEFT_OUT] = 0
     config.option.loadscopereorder = False  # the order below is better
-    if config.getoption("--ranks-per-gpu"):  # for nbtools/harness.py
+    if config.getoption("--ranks-per-gpu"):  # for harness/commands.py
         os.environ["RANKS_PER_GPU"] = config.getoption("--ranks-per-gpu")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: no GPU is visible here")

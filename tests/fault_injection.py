@@ -1,6 +1,6 @@
 """The faults that docs/faults.md names: what a forked process does to itself first.
 
-Each is a `prepare` of nbtools/harness.py.
+Each is a `prepare` of harness/commands.py.
 
 Faults come in through hooks that torch and Python offer to everybody: an optimizer
 step, a forward pass, or an audit event, such as that a file is opened, renamed or
@@ -30,11 +30,11 @@ from torch.utils.data import DistributedSampler
 from torchvision import datasets
 from torchvision.models import WeightsEnum
 
-from nbtools import harness
+from harness import commands
 
 RANKS = ("0", "1", "2", "3")
 
-harness.preloaded += ["tests.fault_injection"]
+commands.preloaded += ["tests.fault_injection"]
 
 
 # ---- moments -------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def signalled_from_outside(step, name):
             subprocess.run(["sh", "-c", words], check=True)
 
         def is_handled():
-            live = harness.alive(children)
-            return not any(harness.in_mask(each, "ShdPnd", name) for each in live)
+            live = commands.alive(children)
+            return not any(commands.in_mask(each, "ShdPnd", name) for each in live)
 
-        harness.wait_until(is_handled, harness.LIMIT)
+        commands.wait_until(is_handled, commands.LIMIT)
 
     at_step(step, register_optimizer_step_pre_hook, send_to_all)
 
@@ -257,7 +257,7 @@ def no_step(start_method=None, after=None):
     def fail(*_):
         if after:
             print("an optimizer step", flush=True)
-            harness.wait_until(after.exists, harness.LIMIT)
+            commands.wait_until(after.exists, commands.LIMIT)
         raise RuntimeError("an optimizer step")
 
     register_optimizer_step_pre_hook(fail)

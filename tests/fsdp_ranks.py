@@ -1,4 +1,4 @@
-"""What the processes of tests/test_fsdp.py do, which are forked without a launcher.
+"""What the processes of stages/test_fsdp.py do, which are forked without a launcher.
 
 These functions are in a file of their own because every fork imports it.
 """
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from common import checkpoint
 from common.gpt import GPT
 from common.gpt import decay_groups
-from nbtools.counting import Collectives
+from harness.counting import Collectives
 from tests.resume_harness import app_state
 from tests.resume_harness import take_step
 from tests.training import FakeLoader
@@ -58,7 +58,7 @@ def whole_batch(step):
 def take_steps(rank, processes, stage, *flags):
     """Take two steps by the stage's own functions; return what was seen of them.
 
-    collectives: those of the second step, as of nbtools/counting.py; norms: of the
+    collectives: those of the second step, as of harness/counting.py; norms: of the
     gradient, one per step; weights: the whole ones; params, grads, states, memory:
     bytes of this process afterwards.
     """

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nbtools import harness
+from harness import commands
+from harness.stages import ROOT
 from tests import spy
 from tests.training import TRANSFORMERS
 from tests.training import replace_once
-from tools.stages import ROOT
 
-harness.preloaded += TRANSFORMERS
+commands.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
 MODULES = "fsdp", "hf_args", "lora", "sharded"  # a changed copy can be beside a script
@@ -38,7 +38,7 @@ def command(script, processes, *arguments):
 
 
 def run(words, folder, code=0, prepare=None, **options):
-    """Run a script in forks, in the folder `folder`/work; return a harness.Done."""
+    """Run a script in forks, in the folder `folder`/work; return a commands.Done."""
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     options |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
@@ -46,7 +46,7 @@ def run(words, folder, code=0, prepare=None, **options):
         options["CUDA_VISIBLE_DEVICES"] = ""
     prepare = functools.partial(spy.import_again, MODULES, prepare)
     options |= {"forks": True, "cwd": work, "prepare": prepare}
-    return harness.run(words, folder, code, **options)
+    return commands.run(words, folder, code, **options)
 
 
 def train_before(model, flags, samples, folder, *changes):

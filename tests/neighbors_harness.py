@@ -3,7 +3,7 @@
 import ast
 import shlex
 
-from tools.stages import ROOT
+from harness.stages import ROOT
 
 FOLDER = ROOT / "other_libraries"
 

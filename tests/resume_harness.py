@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common import checkpoint
 from common import weights
 from common.gpt import GPT
-from nbtools.weights import max_abs_diff
+from harness.stages import ROOT
+from harness.stages import features
+from harness.weights import max_abs_diff
 from tests.fault_injection import RANKS
 from tests.fault_injection import signalled
 from tests.training import mesh_of
 from tests.training import small_workload
 from tests.training import start_stage
 from tests.training import train_in_forks
-from tools.stages import ROOT
-from tools.stages import features
 
 SAMPLES, STEPS = 480, 20  # in an epoch, and in the two epochs of a run
 NEVER = ("--checkpoint-every", "1000000")  # only at the end of an epoch or at a signal
@@ -52,7 +52,7 @@ class Run:
         self.starts = 0
 
     def start(self, *flags, **options):
-        """Start it, from its latest checkpoint if it has one; return a harness.Job.
+        """Start it, from its latest checkpoint if it has one; return a commands.Job.
 
         options: as for tests.training.start_stage.
         """
@@ -63,7 +63,7 @@ class Run:
         return start_stage(self.stage, self.processes, flags, screens, **options)
 
     def run(self, *flags, code=0, **options):
-        """Start it and wait for its end; return a harness.Done.
+        """Start it and wait for its end; return a commands.Done.
 
         Asserts that each rank ends with this code; with None, that none hangs.
         """

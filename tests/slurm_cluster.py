@@ -1,10 +1,10 @@
-"""A Slurm cluster for the tests, and its jobs: what tests/test_slurm.py asks of them.
+"""A Slurm cluster for the tests, and its jobs: what stages/test_slurm.py asks of them.
 
     Cluster     that of nbtools/cluster.py, with a folder and ports of its own
     SlurmJob    a submitted job: its state, its log, its ranks, and signals to them
 
 Slurm answers slowly on a busy machine. So what waits here waits for a job's state or
-its log, with the generous limit of nbtools/harness.py.
+its log, with the generous limit of harness/commands.py.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from harness import commands
+from harness.commands import assert_gone
+from harness.commands import in_mask
+from harness.commands import wait_until
+from harness.stages import ROOT
 from nbtools import cluster
-from nbtools import harness
-from nbtools.harness import assert_gone
-from nbtools.harness import in_mask
-from nbtools.harness import wait_until
-from tools.stages import ROOT
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 # How a cluster finds the processes of a job, and the first job's number: job files take
@@ -49,7 +49,7 @@ class Cluster:
 
     def __init__(self, folder, tracking="linuxproc"):
         self.folder = Path(folder)
-        self.port = harness.free_ports(3)
+        self.port = commands.free_ports(3)
         self.nodes = f"node{self.port}-[1-2]"
         self.variables = {
             "LOCAL_CLUSTER": folder,
@@ -62,7 +62,7 @@ class Cluster:
     def call(self, *words, code=0, cwd=ROOT, **variables):
         """Run a command for this cluster; return its standard output."""
         variables = {**self.variables, **variables}
-        return harness.run(words, code=code, cwd=cwd, **variables).stdout
+        return commands.run(words, code=code, cwd=cwd, **variables).stdout
 
     def script(self, what, code=0):
         """Run tools/local_slurm.sh; return its Done."""
@@ -90,7 +90,7 @@ class Cluster:
         if jobs := self.call("squeue", "--noheader", "--format=%A").split():
             self.call("scancel", "--full", *jobs)
             queue = ("squeue", "--noheader")
-            wait_until(lambda: not self.call(*queue), harness.LIMIT, every=EVERY)
+            wait_until(lambda: not self.call(*queue), commands.LIMIT, every=EVERY)
 
     def sbatch(self, *words, cwd, **variables):
         """Submit a job from the folder `cwd`; return the SlurmJob."""
@@ -151,7 +151,7 @@ class SlurmJob:
         """Return the steps of its checkpoints, the latest last."""
         return sorted(int(path.stem[5:]) for path in self.checkpoints.glob("step-*"))
 
-    def wait(self, state, seconds=harness.LIMIT):
+    def wait(self, state, seconds=commands.LIMIT):
         """Wait until it is in this state; fail if it ends in another one."""
 
         def reached():
@@ -161,7 +161,7 @@ class SlurmJob:
 
         wait_until(reached, seconds, self.log, EVERY)
 
-    def wait_for(self, text, times=1, seconds=harness.LIMIT):
+    def wait_for(self, text, times=1, seconds=commands.LIMIT):
         """Wait until its log has a text so many times; fail if it ends before."""
 
         def seen():
@@ -200,7 +200,7 @@ class SlurmJob:
             ready = all(in_mask(rank, "SigCgt") for rank in ranks.values())
             return ready and len(ranks) == count and ranks
 
-        return wait_until(found, harness.LIMIT, self.log, every=0.1)
+        return wait_until(found, commands.LIMIT, self.log, every=0.1)
 
     @contextlib.contextmanager
     def stopped_until_sigterm(self):
@@ -212,17 +212,17 @@ class SlurmJob:
         ranks = self.ready_ranks()
         for rank in ranks.values():
             rank.suspend()
-        wait_until(lambda: all(map(is_stopped, ranks.values())), harness.LIMIT)
+        wait_until(lambda: all(map(is_stopped, ranks.values())), commands.LIMIT)
         yield ranks
 
         def arrived(rank):  # a preemption wakes it with SIGCONT, too
             return in_mask(rank, "ShdPnd") or not is_stopped(rank)
 
-        wait_until(lambda: all(map(arrived, ranks.values())), harness.LIMIT, self.log)
+        wait_until(lambda: all(map(arrived, ranks.values())), commands.LIMIT, self.log)
         for rank in ranks.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.resume()
-        assert_gone(ranks.values(), [], harness.LIMIT)
+        assert_gone(ranks.values(), [], commands.LIMIT)
 
     def preempt(self):
         """Have a more urgent job take its nodes; return the ranks that it had."""

@@ -1,4 +1,4 @@
-"""What the scripts of your_own_script/ do first in tests: a `prepare` of harness.py.
+"""What the scripts of your_own_script/ do first in tests: a `prepare` of processes.py.
 
 The scripts there import nothing of ours, so what they did is seen through torch. Each
 of these functions has a script train in float64.
@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 from torch.utils.data import RandomSampler
 
-from nbtools.counting import Collectives
-from nbtools.counting import between_steps
+from harness.counting import Collectives
+from harness.counting import between_steps
 
 
 def call_after(owner, name, function):
@@ -108,7 +108,7 @@ def exact_norm(collectives=None):
     then depends on how the samples are dealt to the ranks, and hides everything else.
 
     collectives: a folder for rank-R.pt, which gets those of the second optimizer step:
-    what Collectives.total returns, of nbtools/counting.py.
+    what Collectives.total returns, of harness/counting.py.
     """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

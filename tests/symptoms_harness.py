@@ -2,7 +2,7 @@
 
 import re
 
-from tools.stages import ROOT
+from harness.stages import ROOT
 
 PAGE = ROOT / "docs/symptoms.md"
 

@@ -1,6 +1,6 @@
 """How the tests train a stage: with little work, from copies, with a fault in it.
 
-nbtools/harness.py starts the processes.
+harness/commands.py starts the processes.
 
     DOUBLE, ENDLESS     flags that many tests use
     small_workload      flags with which an epoch takes a second or two
@@ -30,19 +30,19 @@ import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from nbtools import harness
-from tools.stages import ROOT
-from tools.stages import command
-from tools.stages import features
+from harness import commands
+from harness.stages import ROOT
+from harness.stages import command
+from harness.stages import features
 
 DOUBLE = ("--dtype", "float64", "--epochs", "2")
 ENDLESS = ("--epochs", "100000")
 DIGITS = 1440  # images for training
 WINDOW = 8  # tokens, of a language model's samples
 
-harness.preloaded += ["tests.training"]
-# For harness.preloaded, where forks train models of transformers: importing these takes
-# each of them two seconds.
+commands.preloaded += ["tests.training"]
+# For commands.preloaded, where forks train models of transformers: importing these
+# takes each of them two seconds.
 TRANSFORMERS = ["transformers", "transformers.models.auto.modeling_auto"]
 TRANSFORMERS += [
     f"transformers.models.{each}.modeling_{each}" for each in ("llama", "gpt2")
@@ -82,8 +82,8 @@ def missing_for_two_machines():
     """Return why tools/two_machines.sh cannot start here; "" if it can."""
     words = ["bash", ROOT / "tools/two_machines.sh"]
     name = {"TWO_MACHINES": f"probe-{os.getpid()}-"}
-    started = harness.run([*words, "start"], code=None, **name)
-    harness.run([*words, "stop"], **name)
+    started = commands.run([*words, "start"], code=None, **name)
+    commands.run([*words, "stop"], **name)
     return started.stderr
 
 
@@ -133,24 +133,24 @@ def stage_words(stage, processes, flags, root=ROOT):
 
 
 def start_stage(stage, processes, flags, folder, root=ROOT, forks=True, **options):
-    """Start a stage's plain command with more flags; return a harness.Job.
+    """Start a stage's plain command with more flags; return a commands.Job.
 
-    root: where its folder is; forks, options: as for `harness.start`.
+    root: where its folder is; forks, options: as for `commands.start`.
     """
     words = stage_words(stage, processes, flags, root)
-    return harness.start(words, folder, forks=forks, **options)
+    return commands.start(words, folder, forks=forks, **options)
 
 
 def run_stage(
-    stage, processes, flags, folder, code=0, seconds=harness.LIMIT, **options
+    stage, processes, flags, folder, code=0, seconds=commands.LIMIT, **options
 ):
-    """Run a stage to its end; return a harness.Done.
+    """Run a stage to its end; return a commands.Done.
 
-    Raises harness.CommandError, with what it printed, if it ends with another code.
+    Raises commands.CommandError, with what it printed, if it ends with another code.
     """
     words = stage_words(stage, processes, flags, options.pop("root", ROOT))
     options = {"forks": True, **options}
-    return harness.run(words, folder, code, seconds, **options)
+    return commands.run(words, folder, code, seconds, **options)
 
 
 def train(stage, processes, flags, folder, forks=False):

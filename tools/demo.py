@@ -8,7 +8,7 @@ mixed precision. A language model is compared with the first one, which is also 
 on one process.
 
 The first stage for torchrun is started by it. To import torch takes each process
-seconds, so the other commands run in forks of a process that has it (nbtools/harness).
+seconds, so the other commands run in forks of a process that has it (see harness).
 """
 
 import json
@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from nbtools import harness
-from nbtools.weights import max_abs_diff
-from tools.stages import fail
-from tools.stages import features
-from tools.stages import first_with
-from tools.stages import launcher
-from tools.stages import plain_command
-from tools.stages import reference
-from tools.stages import stages
+from harness import commands
+from harness.stages import fail
+from harness.stages import features
+from harness.stages import first_with
+from harness.stages import launcher
+from harness.stages import plain_command
+from harness.stages import reference
+from harness.stages import stages
+from harness.weights import max_abs_diff
 
 COLUMNS = "{:<22} {:<9} {:>9} {:>6} {:>10} {:>8} {:>6} {:>8} {:>10}"
 TITLES = [
@@ -53,10 +53,10 @@ def train(stage, processes, out_dir):
     print(f"\n{stage}: {command}", flush=True)
     try:
         forks = stage != first_with("torchrun")
-        done = harness.run(
+        done = commands.run(
             f"{command} --out-dir {out_dir}", seconds=math.inf, forks=forks
         )
-    except harness.CommandError as error:
+    except commands.CommandError as error:
         fail(str(error))
     print(done.stdout, end="", flush=True)
     return json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])

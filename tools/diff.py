@@ -8,10 +8,10 @@ import re
 import subprocess
 from itertools import combinations
 
-from tools.stages import ROOT
-from tools.stages import fail
-from tools.stages import registry
-from tools.stages import stages
+from harness.stages import ROOT
+from harness.stages import fail
+from harness.stages import registry
+from harness.stages import stages
 
 
 def find(text):

@@ -1,12 +1,13 @@
 """`make pages`: docs/faults.md, what can go wrong, from the marks `fault` of tests."""
 
 import ast
+from pathlib import Path
 
-from tools.stages import ROOT
-from tools.stages import first_with
-from tools.stages import registry
-from tools.stages import span
-from tools.stages import with_feature
+from harness.stages import ROOT
+from harness.stages import first_with
+from harness.stages import registry
+from harness.stages import span
+from harness.stages import with_feature
 
 PAGE = ROOT / "docs/faults.md"
 HEAD = """# What the stages survive, and what a failure costs
@@ -49,7 +50,7 @@ def faults():
     `lost`, {signals} stands for the number of the first stage with that feature.
     """
     found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted(ROOT.glob("tests/*/test_*.py")):
         for node in ast.parse(path.read_text()).body:
             for mark in getattr(node, "decorator_list", []):
                 named = isinstance(mark, ast.Call) and ast.unparse(mark.func)
@@ -58,7 +59,11 @@ def faults():
                         word.arg: ast.literal_eval(word.value) for word in mark.keywords
                     }
                     takes = [argument.arg for argument in node.args.args]
-                    row |= {"file": path.name, "test": node.name, "takes": takes}
+                    row |= {
+                        "file": str(path.relative_to(ROOT)),
+                        "test": node.name,
+                        "takes": takes,
+                    }
                     since = [row["since"]] if "since" in row else []
                     without = [row["without"]] if "without" in row else []
                     row["stages"] = with_feature(*since, without=without)
@@ -72,7 +77,7 @@ def page():
     first = {name: registry()[first_with(name)].number for name in features}
     rows = []
     for row in sorted(faults(), key=lambda row: row["stages"]):
-        link = f"[{row['file'][5:-3]}](../tests/{row['file']})"
+        link = f"[{Path(row['file']).stem[5:]}](../{row['file']})"
         cells = [span(row["stages"]), row["what"], row["sees"]]
         cells += [row["lost"].format(**first), link]
         rows.append(f"| {' | '.join(cells)} |\n")

@@ -34,15 +34,15 @@ from pathlib import Path
 import torch
 import torchvision
 
-from nbtools import harness
+from harness import commands
+from harness.stages import ROOT
+from harness.stages import command
+from harness.stages import fail
+from harness.stages import features
+from harness.stages import first_with
+from harness.stages import reference
+from harness.stages import stages
 from nbtools.lesson import max_abs_diff
-from tools.stages import ROOT
-from tools.stages import command
-from tools.stages import fail
-from tools.stages import features
-from tools.stages import first_with
-from tools.stages import reference
-from tools.stages import stages
 
 NEEDED = ("tqdm", "numpy", "matplotlib", "pytest", "xdist", "hypothesis", "psutil")
 NEEDED += ("sklearn", "PIL")
@@ -128,7 +128,7 @@ def run(words, seconds, cwd=ROOT):
     """
     variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
-    done = harness.run(words, code=None, seconds=seconds, cwd=cwd, **variables)
+    done = commands.run(words, code=None, seconds=seconds, cwd=cwd, **variables)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -226,13 +226,13 @@ def run_tests(part, args, report, more=()):
     """Run the test files of a part, with more options; return whether none failed."""
     junit = args.out_dir / f"{part}.xml"
     junit.unlink(missing_ok=True)
-    files = [f"tests/test_{name}.py" for name in TESTS[part]]
+    files = [str(next(ROOT.glob(f"tests/*/test_{name}.py"))) for name in TESTS[part]]
     # Nothing of a file that needs Jupyter is imported; what has no GPU to run on skips.
     options = ["-q", "-n", str(min(8, os.cpu_count())), "--dist", "worksteal"]
     options += ["-p", "no:cacheprovider", "--device", args.device, "--all"]
     options += more
     if args.dry_run:
-        files, options = ["tests/test_common.py"], [*options, "-k", "meter"]
+        files, options = ["tests/stages/test_common.py"], [*options, "-k", "meter"]
     words = ["python", "-m", "pytest", *options, f"--junitxml={junit}", *files]
     code, text = run(words, SECONDS)
     (args.out_dir / f"{part}.log").write_text(text)

@@ -14,14 +14,14 @@ import sys
 
 import nbformat
 
-from nbtools.sections import sections
+from harness.sections import sections
+from harness.stages import ROOT
+from harness.stages import fail
+from harness.stages import registry
+from harness.stages import stages
 from tools.diff import find
 from tools.notebooks import execute
 from tools.notebooks import write
-from tools.stages import ROOT
-from tools.stages import fail
-from tools.stages import registry
-from tools.stages import stages
 
 TOML = ROOT / "stages.toml"
 EXERCISE = '''@lesson.check

@@ -11,11 +11,11 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+from harness.stages import fail
+from harness.stages import notebooks
 from nbtools import lesson
 from tools import picture
 from tools import stale
-from tools.stages import fail
-from tools.stages import notebooks
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -48,7 +48,7 @@ def execute(path):
     book = nbformat.read(path, as_version=4)
     client = NotebookClient(
         book,
-        timeout=None,  # a command that does nothing is ended by nbtools/harness.py
+        timeout=None,  # a command that does nothing is ended by harness/commands.py
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         coalesce_streams=True,

@@ -1,8 +1,7 @@
 """`make pages`: write what follows from stages.toml and the tests' marks.
 
 These are the stages in README.md and README.zh-CN.md, docs/faults.md, llms.txt, and
-the pictures of docs/. `make pages` runs this; tests/test_tools.py fails if one is
-stale.
+the pictures of docs/. `make pages` runs this; test_tools.py fails if one is stale.
 
 python -m tools.pages
 """
@@ -10,13 +9,13 @@ python -m tools.pages
 import re
 from itertools import pairwise
 
+from harness.stages import ROOT
+from harness.stages import notebooks
+from harness.stages import parts
+from harness.stages import registry
 from tools import fault_table
 from tools import picture
 from tools import zh
-from tools.stages import ROOT
-from tools.stages import notebooks
-from tools.stages import parts
-from tools.stages import registry
 
 START, END = "<!-- stages -->\n", "<!-- end of stages -->\n"
 FRONT_PAGES = ("README.md", "README.zh-CN.md")

@@ -26,9 +26,9 @@ from IPython.core.pylabtools import print_figure
 from PIL import Image
 
 from docs import figures
+from harness.stages import ROOT
+from harness.stages import fail
 from nbtools import drawing
-from tools.stages import ROOT
-from tools.stages import fail
 
 NO_FONT = "no Chinese font is found; on Debian: apt-get install fonts-wqy-microhei"
 

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 
+from harness.stages import ROOT
+from harness.stages import ancestors
+from harness.stages import fail
+from harness.stages import stages
+from harness.stages import steps
 from tools.diff import find
-from tools.stages import ROOT
-from tools.stages import ancestors
-from tools.stages import fail
-from tools.stages import stages
-from tools.stages import steps
 
 
 def committed(path, root):

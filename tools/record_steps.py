@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nbtools import harness
-from nbtools.counting import Collectives
+from harness import commands
+from harness.counting import Collectives
+from harness.stages import ROOT
+from harness.stages import first_with
 from tools import stale
-from tools.stages import ROOT
-from tools.stages import first_with
 
 PAGE = ROOT / "tools/site/steps.json"
 BEFORE = 2  # steps
@@ -175,7 +175,7 @@ def record(stage, folder):
         *("torchrun", "--standalone", f"--nproc-per-node={processes}"),
         *("-m", "tools.record_steps", stage, "--device", "cpu", *flags.split()),
     ]
-    harness.run(command, folder / "out", RECORDED=folder, cwd=ROOT)
+    commands.run(command, folder / "out", RECORDED=folder, cwd=ROOT)
     files = [folder / f"{rank}.json" for rank in range(processes)]
     return [json.loads(file.read_text()) for file in files]
 

@@ -7,10 +7,10 @@ builds on, as `make diff` shows. The words of a notebook are those of its text c
 import difflib
 import json
 
-from tools.stages import ROOT
-from tools.stages import known_files
-from tools.stages import notebooks
-from tools.stages import registry
+from harness.stages import ROOT
+from harness.stages import known_files
+from harness.stages import notebooks
+from harness.stages import registry
 
 
 def lines(path):

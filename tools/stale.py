@@ -2,7 +2,7 @@
 
 It is of the cells that run, and of the programs that they name with what these import.
 It leaves out comments and docstrings, except where a program is shown or read, and
-nbtools. Lines count, because tracebacks and the steps have their numbers.
+nbtools and harness. Lines count, because tracebacks and the steps have their numbers.
 """
 
 import ast
@@ -11,8 +11,8 @@ import re
 
 import nbformat
 
-from tools.stages import ROOT
-from tools.stages import notebooks
+from harness.stages import ROOT
+from harness.stages import notebooks
 
 NAMED = re.compile(r"[\w./-]+\.(?:py|sh|sbatch)\b|\b\d\d_\w+\.[\w.]+")
 READ = re.compile(r"--text-file[ =]([\w./-]+)")
@@ -54,13 +54,15 @@ def imported(text, folder):
 def find(name, folder):
     """Return the file of this repository that a path or a module's name means, or None.
 
-    Not those of nbtools, and not figures.py, whose pictures are always drawn again.
+    Not those of nbtools and harness, and not figures.py, whose pictures are always drawn again.
     """
     name = name if "/" in name or name.endswith(".py") else name.replace(".", "/")
     for path in (root / end for root in (ROOT, folder) for end in (name, f"{name}.py")):
         if path.is_file():
             path = path.resolve()
-            used = path.is_relative_to(ROOT) and "nbtools" not in path.parts
+            used = path.is_relative_to(ROOT) and not {"nbtools", "harness"} & {
+                *path.parts
+            }
             return path if used and path.name != "figures.py" else None
     return None
 

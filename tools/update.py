@@ -12,14 +12,14 @@ import time
 
 import nbformat
 
+from harness.stages import ROOT
+from harness.stages import notebooks as all_notebooks
 from tools import notebooks
 from tools import pages
 from tools import record_steps
 from tools import stale
 from tools import zh
 from tools.propagate import propagate
-from tools.stages import ROOT
-from tools.stages import notebooks as all_notebooks
 
 
 # ---- what a person has to look at ----------------------------------------------------

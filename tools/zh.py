@@ -27,12 +27,12 @@ from pathlib import Path
 
 import nbformat
 
+from harness.stages import ROOT
+from harness.stages import fail
+from harness.stages import known_files
+from harness.stages import stages
 from tools import picture
 from tools.notebooks import write as write_notebook
-from tools.stages import ROOT
-from tools.stages import fail
-from tools.stages import known_files
-from tools.stages import stages
 
 CHINESE = ".zh-CN"
 TODO = "（待翻译）"

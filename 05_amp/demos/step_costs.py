@@ -13,7 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.model import SmallResNet
-from nbtools.counting import Count
+from harness.counting import Count
 
 
 class NormInFloat32(nn.GroupNorm):

@@ -15,8 +15,8 @@ from pathlib import Path
 STAGE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(STAGE.parent))
 
-from nbtools.counting import Waits
-from nbtools.counting import between_steps
+from harness.counting import Waits
+from harness.counting import between_steps
 
 FIRST, LAST = 3, 13
 SCRIPT = str(STAGE / "train.py")

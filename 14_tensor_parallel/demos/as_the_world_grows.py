@@ -22,7 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from common import launch
 from common.gpt import GPT
-from nbtools.counting import Collectives
+from harness.counting import Collectives
 
 RANKS = (64, 1024)
 PER_MACHINE = 8

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from common import launch
 from common.gpt import GPT
-from nbtools.counting import Collectives
+from harness.counting import Collectives
 
 DEPTH, WIDTH, TOKENS, SAMPLES = 4, 64, 32, 12
 MESHES = ((4, 1), (2, 2), (1, 4))  # dp x tp

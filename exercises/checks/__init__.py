@@ -20,9 +20,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from nbtools.counting import Count
-from nbtools.counting import collective_of
-from nbtools.counting import tensors_of
+from harness.counting import Count
+from harness.counting import collective_of
+from harness.counting import tensors_of
 
 RANKS = 3
 

@@ -27,13 +27,13 @@ SITE = Path(__file__).resolve().parent
 ROOT = SITE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+from harness.stages import notebooks
+from harness.stages import parts
+from harness.stages import steps
 from nbtools import drawing
 from tools import diff
 from tools import picture
 from tools import zh
-from tools.stages import notebooks
-from tools.stages import parts
-from tools.stages import steps
 
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}  # of the scripts
 
@@ -116,7 +116,7 @@ PATH = [root_doc, *(f"{s.name}/{s.name}" for each in parts().values() for s in e
 START = ["docs/running", "docs/questions", "your_own_script/README"]
 START += ["exercises/README"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
-NOT_SEARCHED = ("tests", "tools", "nbtools")
+NOT_SEARCHED = ("tests", "tools", "nbtools", "harness")
 # The Chinese pages: their front page, the notebooks in the same order, and the others.
 CHINESE_BOOK = [f"{page}{zh.CHINESE}" for page in BOOK]
 CHINESE_BOOK = [p for p in CHINESE_BOOK if [*ROOT.glob(f"{p}.*")]]

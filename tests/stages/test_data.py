@@ -1,0 +1,441 @@
+"""The data sets are read as torchvision reads them, and refused if they are damaged."""
+
+import contextlib
+import gzip
+import http.server
+import pickle
+import re
+import struct
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler
+from torchvision import datasets
+
+from common import data
+from common import loader
+from common import text
+from harness.stages import first_with
+from harness.stages import with_feature
+from tests.conftest import only_in_release
+from tests.fault_injection import on_two_machines
+from tests.fault_injection import use_mirror
+from tests.training import run_stage
+
+STATE = np.random.RandomState(0)
+FOLDERS = {
+    "cifar10": datasets.CIFAR10.base_folder,
+    "cifar100": datasets.CIFAR100.base_folder,
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """The folder of a CIFAR-10 and a CIFAR-100 of 40 training and 20 test images."""
+    for kind, key, classes in (
+        (datasets.CIFAR10, "labels", 10),
+        (datasets.CIFAR100, "fine_labels", 100),
+    ):
+        folder = tmp_path / kind.base_folder
+        folder.mkdir()
+        for name, number in (("train", 40), ("test", 20)):
+            labels = [i % classes for i in range(number)]
+            pixels = STATE.randint(256, size=(number, 3072), dtype=np.uint8)
+            (folder / name).write_bytes(pickle.dumps({"data": pixels, key: labels}))
+        meta = {kind.meta["key"]: [str(i) for i in range(classes)]}
+        (folder / kind.meta["filename"]).write_bytes(pickle.dumps(meta))
+        # The class checks the MD5 of its files; ours have a different one.
+        monkeypatch.setattr(kind, "train_list", [["train", None]])
+        monkeypatch.setattr(kind, "test_list", [["test", None]])
+        monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": None})
+    return tmp_path
+
+
+def idx(array):
+    """Return an array of bytes in MNIST's idx format."""
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    return header + array.tobytes()
+
+
+def fashion_files():
+    """Return {name: content} of a FashionMNIST of 120 training and 30 test images."""
+    files = {}
+    for name, number in (("train", 120), ("t10k", 30)):
+        images = STATE.randint(256, size=(number, 28, 28), dtype=np.uint8)
+        files[f"{name}-images-idx3-ubyte"] = idx(images)
+        files[f"{name}-labels-idx1-ubyte"] = idx(np.arange(number, dtype=np.uint8) % 10)
+    return files
+
+
+@pytest.fixture
+def folder_of_images(tmp_path):
+    """An image folder in ImageNet's layout: two classes, images of several sizes."""
+    for part, number in (("train", 12), ("val", 5)):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(number):
+                pixels = STATE.randint(256, size=(20 + i, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def everything(samples):
+    """Return the whole of a set, as one batch: images and labels."""
+    return samples.__getitems__(list(range(len(samples))))
+
+
+def test_digits_are_split_once_for_all():
+    train_set, val_set = data.load("digits", seed=1)
+    assert (len(train_set), len(val_set), train_set.num_classes) == (1440, 357, 10)
+    assert all(len(train_set) % (n * 3) == 0 for n in (1, 2, 3, 4, 6, 8, 12, 16))
+    images, labels = everything(train_set)
+    assert torch.equal(images, everything(data.load("digits", seed=2)[0])[0])
+    assert images.shape == (1440, 1, 8, 8) and images.dtype == torch.uint8
+    inputs = data.normalize(images, "digits", torch.float32)
+    assert inputs.shape == images.shape and inputs.dtype == torch.float32
+    assert abs(inputs.mean()) < 1e-3 and abs(inputs.std() - 1) < 1e-3
+    assert labels.bincount().min() > 100
+    val_images, val_labels = everything(val_set)
+    ours = torch.cat([images, val_images]).flatten(1) / 255 * 16
+    ours = torch.cat([ours, torch.cat([labels, val_labels])[:, None]], 1)
+    theirs = np.column_stack(load_digits(return_X_y=True)).astype(int).tolist()
+    assert sorted(ours.round().int().tolist()) == sorted(theirs)
+    pixels = {tuple(image.flatten().tolist()) for image in images}
+    shared = sum(tuple(image.flatten().tolist()) in pixels for image in val_images)
+    assert shared == 0
+
+
+@pytest.mark.parametrize("name, num_classes", [("cifar10", 10), ("cifar100", 100)])
+def test_cifar(name, num_classes, cifar):
+    train_set, val_set = data.load(name, cifar)
+    assert (len(train_set), len(val_set)) == (40, 20)
+    assert train_set.num_classes == val_set.num_classes == num_classes
+    images, _ = everything(train_set)
+    assert images.shape == (40, 3, 32, 32) and images.dtype == torch.uint8
+    images, labels = val_set.__getitems__([3, 0])
+    assert images.shape == (2, 3, 32, 32) and labels.tolist() == [3, 0]
+    one, label = val_set[3]
+    assert torch.equal(one, images[0]) and label == 3
+    stored = pickle.loads((cifar / FOLDERS[name] / "test").read_bytes())["data"]
+    red = torch.from_numpy(stored[3, :1024]).reshape(32, 32).double() / 255
+    mean, std = data.STATISTICS[name]
+    inputs = data.normalize(images, name, torch.float64)
+    assert inputs.dtype == torch.float64
+    assert torch.allclose(inputs[0, 0], (red - mean[0]) / std[0], atol=1e-12)
+
+
+def test_files_that_are_missing_or_corrupt_are_a_value_error(cifar):
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(b"")
+    for name, folder in (("cifar10", cifar), ("cifar10", cifar / "nowhere")):
+        with pytest.raises(ValueError, match=f"not readable in {folder}"):
+            data.load(name, folder)
+
+
+def test_augmentation_is_a_crop_of_the_padded_image_and_a_flip(cifar):
+    train_set, _ = data.load("cifar10", cifar)
+    stored = pickle.loads((cifar / FOLDERS["cifar10"] / "train").read_bytes())
+    pixels = torch.from_numpy(stored["data"]).reshape(40, 3, 32, 32)
+    originals = torch.nn.functional.pad(pixels, [4] * 4)
+    seen = set()
+    for epoch in range(20):
+        train_set.epoch.fill_(epoch)
+        images, labels = everything(train_set)
+        assert labels.tolist() == stored["labels"]
+        for image, original in zip(images, originals, strict=True):
+            crops = original.unfold(1, 32, 1).unfold(2, 32, 1)  # [C, 9, 9, 32, 32]
+            for flip, one in enumerate((image, image.flip(2))):
+                same = (crops == one[:, None, None]).all(-1).all(-1).all(0)
+                seen |= {(flip, *place) for place in same.nonzero().tolist()}
+    # 800 draws of 162 equally likely results: 161 are expected, and 150 for certain.
+    assert len(seen) > 150
+
+
+def test_a_validation_set_is_not_augmented(cifar):
+    _, val_set = data.load("cifar10", cifar)
+    before, _ = everything(val_set)
+    val_set.epoch.fill_(3)
+    assert torch.equal(everything(val_set)[0], before)
+
+
+@pytest.fixture
+def in_memory(cifar):
+    return lambda seed=0: data.load("cifar10", cifar, seed=seed)[0]
+
+
+@pytest.fixture
+def in_files(folder_of_images):
+    return lambda seed=0: data.load(
+        "imagefolder", folder_of_images, image_size=32, seed=seed
+    )[0]
+
+
+@pytest.fixture
+def of_text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(250)))
+    return lambda seed=0: text.load(path, 7, seed)[0]
+
+
+KINDS = ["in_memory", "in_files", "of_text"]
+
+
+@pytest.fixture
+def make_set(request):
+    """Return a function that makes a training set, of a seed: one of KINDS."""
+    return request.getfixturevalue(request.param)
+
+
+def epoch_of(train_set, epoch, processes=1, workers=0):
+    """Return the samples of an epoch as they come to the ranks, in order: [N, ...]."""
+    train_set.epoch.fill_(epoch)
+    parts = []
+    for rank in range(processes):
+        sampler = DistributedSampler(train_set, processes, rank, shuffle=False)
+        options = loader.loader_options(CPU, workers)
+        batches = DataLoader(train_set, 4, sampler=sampler, **options)
+        parts.append(torch.cat([samples for samples, _ in batches]))
+    return torch.stack(parts, 1).flatten(0, 1)[: len(train_set)]
+
+
+def number_equal(one, other):
+    return sum(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("make_set", KINDS, indirect=True)
+def test_samples_depend_on_seed_epoch_and_index_alone(make_set):
+    """However they are split over ranks and workers, and whatever else is drawn."""
+    train_set = make_set()
+    first = epoch_of(train_set, 1)
+    second = epoch_of(train_set, 2)
+    before = torch.default_generator.get_state()
+    assert torch.equal(train_set[5][0], second[5])
+    assert torch.equal(before, torch.default_generator.get_state())
+    for processes, workers in ((2, 0), (3, 0), (1, 2), (2, 1)):
+        assert torch.equal(epoch_of(train_set, 1, processes, workers), first)
+    assert torch.equal(epoch_of(make_set(), 2), second)
+    assert number_equal(first, second) < len(first) / 4
+    others = [epoch_of(make_set(seed), 1) for seed in (1, 2, 3)]
+    assert min(number_equal(first, other) for other in others) < len(first) / 4
+
+
+@pytest.mark.parametrize("make_set", KINDS, indirect=True)
+def test_workers_that_live_longer_than_an_epoch_see_the_next_one(make_set):
+    train_set = make_set()
+    options = loader.loader_options(CPU, 2)
+    assert options["persistent_workers"]
+    batches = DataLoader(train_set, 10, **options)
+    for epoch in (3, 4):
+        train_set.epoch.fill_(epoch)
+        samples = torch.cat([samples for samples, _ in batches])
+        assert torch.equal(samples, epoch_of(train_set, epoch))
+
+
+GRAY = np.linspace(0, 255, 12 * 8).round().reshape(12, 8).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        ("a.jpg", "RGB"),
+        ("a.png", "L"),
+        ("a.png", "I;16"),
+        ("a.tiff", "L"),
+        ("a.tiff", "I;16"),  # which torchvision does not decode
+    ],
+)
+def test_an_image_file_of_any_kind_is_read(name, mode, tmp_path):
+    """A gray one has three equal channels; one of 16 bits keeps the upper 8."""
+    gray = GRAY
+    pixels = {"RGB": np.stack([gray] * 3, -1), "L": gray, "I;16": gray * np.uint16(257)}
+    Image.fromarray(pixels[mode]).save(tmp_path / name)
+    image = data.read_image(str(tmp_path / name))
+    assert image.shape == (3, 12, 8) and image.dtype == torch.uint8
+    worst = (image.int() - torch.from_numpy(gray.astype(int))).abs().max()
+    assert worst <= (6 if name.endswith("jpg") else 0)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_an_image_of_32_bits_is_refused_by_its_name(kind, tmp_path):
+    """Its values have no fixed range: cut to 8 bits, they would be noise."""
+    path = tmp_path / "a.tiff"
+    Image.fromarray(GRAY.astype(kind) / kind(2)).save(path)
+    with pytest.raises(ValueError, match=rf"^{path}: save it with 8 or 16 bits"):
+        data.read_image(str(path))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_damaged_image_is_one_line_with_its_name(
+    part, workers, folder_of_images, tmp_path
+):
+    """Also the first one, and one that a loader's worker reads."""
+    (path,) = sorted((folder_of_images / part).rglob("*.*"))[:1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    flags = ["--data", "imagefolder", "--data-dir", folder_of_images, "--device", "cpu"]
+    flags += ["--image-size", "32", "--batch-size", "12", "--workers", workers]
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run", code=2)
+    *progress, line = done.stderr.splitlines()
+    assert len(progress) == (part == "val")  # the line of the epoch
+    assert line.startswith(f"train.py: error: --data: {path}: ")
+    assert re.search("truncated|cannot identify", line)
+
+
+def test_fingerprints_tell_training_sets_apart(cifar, folder_of_images, tmp_path):
+    """Of images in memory each pixel and label counts, of files their names."""
+
+    def of_cifar():
+        return data.load("cifar10", cifar)[0].fingerprint()
+
+    def of_files():
+        return data.load("imagefolder", folder_of_images)[0].fingerprint()
+
+    def of_text(content):
+        (tmp_path / "text").write_bytes(content)
+        return text.load(tmp_path / "text", 4)[0].fingerprint()
+
+    assert of_cifar() == of_cifar() and of_files() == of_files()
+    before = of_cifar(), of_files(), of_text(b"a" * 100)
+    stored = pickle.loads((cifar / FOLDERS["cifar10"] / "train").read_bytes())
+    stored["labels"][7] += 1
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(pickle.dumps(stored))
+    path = sorted((folder_of_images / "train").rglob("*.*"))[3]
+    path.rename(path.with_name(f"another{path.suffix}"))
+    after = of_cifar(), of_files(), of_text(b"a" * 88 + b"b" + b"a" * 11)
+    assert not any(one == other for one, other in zip(before, after, strict=True))
+    stored["labels"][7] -= 1
+    stored["data"][7, 3000] += 1
+    (cifar / FOLDERS["cifar10"] / "train").write_bytes(pickle.dumps(stored))
+    assert of_cifar() not in (before[0], after[0])
+
+
+@pytest.mark.parametrize("name", ["digits", "fake"])
+def test_a_set_says_the_shape_of_its_images(name):
+    train_set, _ = data.load(name)
+    assert train_set.image_shape == train_set[0][0].shape
+
+
+def test_fashionmnist_by_the_script(tmp_path, device):
+    raw = tmp_path / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for name, content in fashion_files().items():
+        (raw / name).write_bytes(content)
+    flags = ["--data", "fashionmnist", "--data-dir", tmp_path, "--epochs", "1"]
+    flags += ["--device", device, "--batch-size", "60"]
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run")
+    assert "epoch 1 2/2" in done.stderr
+
+
+def test_image_folder_by_the_script(folder_of_images, tmp_path, device):
+    flags = ["--data", "imagefolder", "--data-dir", folder_of_images, "--epochs", "1"]
+    flags += ["--image-size", "32", "--batch-size", "12", "--workers", "1"]
+    flags += ["--device", device]
+    done = run_stage(first_with("images"), 1, flags, tmp_path / "run")
+    assert "epoch 1 2/2" in done.stderr
+
+
+def test_an_image_folder_has_a_class_per_folder(folder_of_images):
+    train_set, val_set = data.load("imagefolder", folder_of_images, image_size=32)
+    assert (len(train_set), len(val_set)) == (24, 10)
+    assert train_set.num_classes == val_set.num_classes == 2
+    for samples, index in ((train_set, 20), (val_set, 7)):
+        image, label = samples[index]
+        assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
+        assert samples.image_shape == image.shape
+    val_set.epoch.fill_(1)
+    assert torch.equal(val_set[7][0], image)
+
+
+def test_an_image_folder_that_does_not_fit_is_refused(folder_of_images):
+    (folder_of_images / "val/dog").rename(folder_of_images / "val/wolf")
+    with pytest.raises(ValueError, match="do not have the same classes"):
+        data.load("imagefolder", folder_of_images)
+    with pytest.raises(OSError, match="train"):
+        data.load("imagefolder", folder_of_images / "nowhere")
+
+
+def test_fake_images_have_the_size_and_number_asked_for():
+    train_set, val_set = data.load("fake", image_size=16, num_images=100)
+    images, labels = everything(train_set)
+    assert images.shape == (100, 3, 16, 16) and len(val_set) == 20
+    assert images.unique().numel() == 256 and labels.unique().numel() == 10
+    other, _ = everything(data.load("fake", image_size=16, num_images=100, seed=1)[0])
+    assert not torch.equal(images, other)
+
+
+class Counter(http.server.SimpleHTTPRequestHandler):
+    """Serves files and notes the name of each that it is asked for."""
+
+    asked = []
+
+    def do_GET(self):
+        self.asked.append(self.path.rpartition("/")[2])
+        super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serving(folder):
+    """Serve a folder's files on this machine; yield the address."""
+    Counter.asked.clear()
+    handler = partial(Counter, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+each_stage = pytest.mark.parametrize(
+    "stage",
+    [
+        only_in_release(stage, unless=stage == first_with("torchrun"))
+        for stage in with_feature("images", "torchrun")
+    ],
+)
+
+
+@each_stage
+def test_three_ranks_download_once(stage, tmp_path):
+    """From a server on this machine, which counts what it is asked for."""
+    (tmp_path / "site").mkdir()
+    for name, content in fashion_files().items():
+        (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress(content))
+    with serving(tmp_path / "site") as url:
+        flags = ["--data", "fashionmnist", "--data-dir", tmp_path / "data"]
+        flags += ["--download", "--epochs", "1", "--device", "cpu"]
+        prepare = partial(use_mirror, url)
+        done = run_stage(stage, 3, flags, tmp_path / "run", prepare=prepare)
+    assert "3 processes on gloo" in done.ranks[0].stdout
+    assert not any(one.stdout for one in done.ranks[1:])
+    # torchvision asks twice for a file that it downloads once: the first time to see
+    # where the address leads.
+    assert sorted(Counter.asked) == sorted(
+        2 * [f"{name}.gz" for name in fashion_files()]
+    )
+
+
+@each_stage
+@pytest.mark.parametrize("shared_disk", [True, False])
+def test_each_disk_gets_pretrained_weights_once(stage, shared_disk, tmp_path):
+    """Of two machines with two ranks each."""
+    (tmp_path / "site").mkdir()
+    arch = "shufflenet_v2_x0_5"  # the smallest of torchvision's
+    state = torchvision.models.get_model(arch).state_dict()
+    torch.save(state, tmp_path / "site" / f"{arch}.pth")
+    with serving(tmp_path / "site") as url:
+        flags = ["--data", "fake", "--image-size", "32", "--images", "48"]
+        flags += ["--arch", arch, "--pretrained", "--epochs", "1", "--device", "cpu"]
+        disks = [tmp_path / f"disk{number % (2 - shared_disk)}" for number in range(2)]
+        prepare = partial(on_two_machines, disks, f"{url}{arch}.pth")
+        done = run_stage(stage, 4, flags, tmp_path / "run", prepare=prepare)
+    assert "4 processes on gloo" in done.ranks[0].stdout
+    assert Counter.asked == [f"{arch}.pth"] * (2 - shared_disk)

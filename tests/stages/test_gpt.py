@@ -1,0 +1,426 @@
+"""The language model is its formulas, sees no later byte, and learns from the text."""
+
+import hashlib
+import math
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import meters
+from common import text
+from common.gpt import GPT
+from common.gpt import decay_groups
+from common.gpt import describe_speed
+from common.gpt import generate
+from common.text import TextWindows
+from harness.stages import ROOT
+from harness.stages import first_with
+from harness.stages import with_feature
+from tests.conftest import only_in_release
+from tests.training import load_stage
+from tests.training import run_stage
+from tests.training import small_workload
+from tests.training import stage_args
+
+TEXT = ROOT / "common/text.txt"
+FIRST_TEXT_ONLY = [
+    only_in_release(stage, unless=stage == first_with("text"))
+    for stage in with_feature("text")
+]
+SHA256 = "f7270f9ecd991a5f862873cfc8993dfac5aa1596e4ab0c29022e067440f0a1b4"
+
+
+# ---- the text ------------------------------------------------------------------------
+def test_the_text_is_frozen():
+    """The notebooks show what a model learns from it."""
+    content = TEXT.read_bytes()
+    assert 100_000 <= len(content) <= 300_000
+    assert hashlib.sha256(content).hexdigest() == SHA256
+
+
+# ---- the data set --------------------------------------------------------------------
+def numbers(n):
+    """Return a text of which each byte says where it is; n is at most 256."""
+    return torch.arange(n, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("n, length, windows", [(9, 4, 2), (8, 4, 1), (5, 4, 1)])
+def test_a_validation_set_is_cut_at_the_beginning(n, length, windows):
+    val_set = TextWindows(numbers(n), length)
+    assert len(val_set) == windows
+    tokens, target = val_set.__getitems__(list(range(windows)))
+    assert tokens.tolist() == [[*range(i, i + 4)] for i in range(0, 4 * windows, 4)]
+    assert torch.equal(target, tokens + 1)
+    assert tokens.dtype == target.dtype == torch.int64
+    assert tokens.is_contiguous() and target.is_contiguous()
+    one, following = val_set[windows - 1]
+    assert torch.equal(one, tokens[-1]) and torch.equal(following, target[-1])
+    val_set.epoch.fill_(3)
+    assert torch.equal(val_set.__getitems__(list(range(windows)))[0], tokens)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_a_text_that_is_too_short_has_no_window(n):
+    assert len(TextWindows(numbers(n), 4)) == 0
+    assert len(TextWindows(numbers(n), 4, recut=True)) == 0
+
+
+@pytest.mark.parametrize("n, length", [(200, 7), (64, 8), (63, 8), (16, 8), (9, 1)])
+def test_every_epoch_cuts_a_training_set_elsewhere(n, length):
+    """No byte is twice in the inputs or in the targets of an epoch; few are in none."""
+    train_set = TextWindows(numbers(n), length, recut=True, seed=5)
+    firsts = []
+    for epoch in range(length):
+        train_set.epoch.fill_(epoch)
+        tokens, target = train_set.__getitems__(list(range(len(train_set))))
+        assert torch.equal(target, tokens + 1)
+        seen = tokens.flatten().tolist()
+        assert seen == list(range(seen[0], seen[0] + len(seen)))  # so none is twice
+        assert n - len(seen) <= 2 * length
+        firsts.append(seen[0])
+    assert sorted(firsts) == list(range(length))
+    train_set.epoch.fill_(length)
+    assert train_set[0][0][0] == firsts[0]
+
+
+def test_the_cut_depends_on_seed_and_epoch_alone():
+    def firsts(seed):
+        train_set = TextWindows(numbers(200), 16, recut=True, seed=seed)
+        for epoch in range(16):
+            torch.rand(3)  # whatever is drawn in between
+            train_set.epoch.fill_(epoch)
+            yield int(train_set[0][0][0])
+
+    assert [*firsts(1)] == [*firsts(1)]
+    assert [*firsts(1)] != [*firsts(2)]
+
+
+def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
+    path = tmp_path / "bytes"
+    content = bytes(range(256)) * 4  # not UTF-8
+    path.write_bytes(content)
+    train_set, val_set = text.load(path, 10)
+    assert train_set.text.dtype == torch.uint8
+    whole = torch.cat([train_set.text, val_set.text])
+    assert bytes(whole.tolist()) == content
+    assert len(train_set.text) == 1024 * 9 // 10
+    assert len(train_set) == (921 - 10) // 10 and len(val_set) == (103 - 1) // 10
+    default, _ = text.load(None, 10)
+    assert bytes(default.text[:100].tolist()) == TEXT.read_bytes()[:100]
+
+
+def test_a_text_without_a_window_or_a_file_is_refused(tmp_path):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    assert [len(each) for each in text.load(path, 9)] == [9, 1]
+    with pytest.raises(ValueError, match="100 bytes are too few for windows of 10"):
+        text.load(path, 10)  # the last tenth has ten, and no target for the last
+    with pytest.raises(OSError, match="none"):
+        text.load(tmp_path / "none", 9)
+
+
+# ---- the model -----------------------------------------------------------------------
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(256, 16, width=24, depth=3, heads=3).double()
+
+
+def random_tokens(*shape):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("batch, length", [(2, 16), (1, 1), (0, 16), (5, 7)])
+def test_logits_are_what_cross_entropy_takes(model, batch, length):
+    logits = model(random_tokens(batch, length))
+    assert logits.shape == (batch, length, 256)
+    assert logits.is_contiguous()
+
+
+def test_a_later_byte_does_not_change_earlier_logits(model):
+    tokens = random_tokens(2, 16)
+    before = model(tokens)
+    for place in range(16):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % 256
+        difference = (model(other) - before).abs().amax(dim=(0, 2))
+        assert difference[:place].max().item() <= 1e-14 if place else True
+        assert difference[place:].min() > 1e-8  # and all that come after it see it
+
+
+def test_positions_matter(model):
+    same = model(torch.full((1, 16), 65))[0]
+    assert (same[1:] - same[:-1]).abs().amax(1).min() > 1e-8
+
+
+def test_windows_do_not_see_each_other(model):
+    tokens = random_tokens(6, 16)
+    halves = torch.cat([model(tokens[:2]), model(tokens[2:])])
+    assert torch.allclose(model(tokens), halves, atol=1e-14)
+    norms = nn.modules.batchnorm._BatchNorm
+    unwanted = (norms, nn.Dropout, nn.ReLU)
+    assert not [module for module in model.modules() if isinstance(module, unwanted)]
+
+
+def test_the_number_of_parameters(model):
+    width, depth = 24, 3
+    attention = 3 * width * (width + 1) + width * (width + 1)
+    wide = 4 * width * (width + 1) + width * (4 * width + 1)
+    norms = 2 * 2 * width
+    expected = (256 + 16) * width + depth * (attention + wide + norms)
+    expected += 2 * width + 256 * width
+    assert sum(each.numel() for each in model.parameters()) == expected
+
+
+def test_a_slice_of_qkv_is_whole_heads(model):
+    """As a column-wise split over ranks makes it: no number of heads is built in."""
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    whole = attention(x)
+    parts = []
+    for head in range(3):
+        one = GPT(256, 16, width=24, depth=1, heads=3).double().blocks[0].attention
+        rows = slice(24 * head, 24 * (head + 1))  # queries, keys, values of a head
+        columns = slice(8 * head, 8 * (head + 1))
+        one.qkv.weight = nn.Parameter(attention.qkv.weight[rows])
+        one.qkv.bias = nn.Parameter(attention.qkv.bias[rows])
+        one.out.weight = nn.Parameter(attention.out.weight[:, columns])
+        one.out.bias = nn.Parameter(torch.zeros(24, dtype=torch.float64))
+        parts.append(one(x))
+    assert torch.allclose(sum(parts) + attention.out.bias, whole, atol=1e-14)
+
+
+def test_attention_is_the_formula(model):
+    attention, x = model.blocks[0].attention, torch.randn(2, 5, 24).double()
+    qkv = attention.qkv(x)
+    heads = []
+    for head in range(3):
+        q, k, v = qkv[..., 24 * head : 24 * (head + 1)].split(8, dim=-1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(8)
+        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        heads.append(scores.masked_fill(later, -math.inf).softmax(-1) @ v)
+    assert torch.allclose(attention(x), attention.out(torch.cat(heads, -1)), atol=1e-14)
+
+
+def test_initial_weights_are_those_of_gpt_2():
+    torch.manual_seed(0)
+    model = GPT(256, 64, width=64, depth=8, heads=4)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            assert (weight == (1 if name.endswith("weight") else 0)).all(), name
+        elif name.endswith("bias"):
+            assert (weight == 0).all(), name
+        else:
+            adds = name.endswith(("out.weight", "down.weight"))
+            expected = 0.02 / 4 if adds else 0.02  # 4 is the root of 2 * 8
+            assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+    tokens = random_tokens(4, 64)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.item() == pytest.approx(math.log(256), rel=0.02)
+
+
+def test_weights_can_be_drawn_later():
+    """For a model that was made on the meta device, which holds no memory."""
+    torch.manual_seed(3)
+    at_once = GPT(256, 8, width=16, depth=2, heads=2)
+    with torch.device("meta"):
+        later = GPT(256, 8, width=16, depth=2, heads=2)
+    later.to_empty(device="cpu")
+    torch.manual_seed(3)
+    later.reset_parameters()
+    torch.manual_seed(3)
+    at_once.reset_parameters()
+    for one, other in zip(at_once.parameters(), later.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_matrices_decay_and_vectors_do_not(model):
+    decaying, fixed = decay_groups(model, 0.1)
+    assert (decaying["weight_decay"], fixed["weight_decay"]) == (0.1, 0.0)
+    names = {each: name for name, each in model.named_parameters()}
+    of_group = [{names[each] for each in g["params"]} for g in (decaying, fixed)]
+    assert of_group[0] | of_group[1] == set(names.values())
+    assert of_group[0].isdisjoint(of_group[1])
+    assert all("bias" in name or "norm" in name for name in of_group[1])
+    assert not any("bias" in name or "norm" in name for name in of_group[0])
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=0.5)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    for name, each in model.named_parameters():
+        factor = 1 - 0.5 * 0.1 if name in of_group[0] else 1
+        assert torch.allclose(each, before[name] * factor), name
+
+
+# ---- metrics of tokens ---------------------------------------------------------------
+def test_a_meter_counts_tokens_like_images():
+    logits, target = torch.randn(3, 5, 11), torch.randint(11, (3, 5))
+    windows, flat = meters.Meter("cpu"), meters.Meter("cpu")
+    rows = logits.flatten(0, 1)
+    loss = nn.functional.cross_entropy(rows, target.flatten())
+    windows.update(loss, logits, target)
+    flat.update(loss, rows, target.flatten())
+    assert torch.equal(windows.sums, flat.sums)
+    assert windows.compute()["count"] == 15
+    both = [
+        meters.accuracy(*pair, topk=(1, 5))
+        for pair in ((logits, target), (rows, target.flatten()))
+    ]
+    assert torch.equal(*both)
+
+
+# ---- sampling ------------------------------------------------------------------------
+class Successor(nn.Module):
+    """Finds that the byte after b is b + 1, or b + 2 with a third of the chance.
+
+    It takes no more than five bytes, and notes them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(5, 1)
+        self.contexts = []
+
+    def forward(self, tokens):
+        assert tokens.shape[1] <= 5 and not self.training
+        self.contexts.append(tokens[0].tolist())
+        logits = torch.full((1, tokens.shape[1], 256), -math.inf)
+        logits[0, -1, (tokens[0, -1] + 1) % 256] = math.log(3)
+        logits[0, -1, (tokens[0, -1] + 2) % 256] = 0
+        return logits
+
+
+def test_what_is_likeliest_is_taken_at_temperature_0():
+    model = Successor()
+    assert generate(model, b"ab", 6, temperature=0) == b"cdefgh"
+    assert model.contexts[0] == list(b"ab")
+    assert model.contexts[-1] == list(b"cdefg")  # the last five
+    assert model.training
+
+
+def test_bytes_are_drawn_by_their_chances():
+    drawn = generate(Successor(), b"a", 2000, temperature=1)
+    steps = np.diff(np.frombuffer(b"a" + drawn, np.uint8).astype(int)) % 256
+    assert set(steps) == {1, 2}
+    assert 0.72 < (steps == 1).mean() < 0.78  # standard error: 0.01
+    colder = generate(Successor(), b"a", 2000, temperature=0.5)
+    steps = np.diff(np.frombuffer(b"a" + colder, np.uint8).astype(int)) % 256
+    assert 0.88 < (steps == 1).mean() < 0.92  # nine to one
+
+
+def test_a_sample_depends_on_its_seed_alone(model):
+    before = torch.default_generator.get_state()
+    first = generate(model, b"The ", 50)
+    torch.rand(3)
+    assert generate(model, b"The ", 50) == first
+    torch.default_generator.set_state(before)
+    assert generate(model, b"The ", 50) == first
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert generate(model, b"The ", 50, seed=1) != first
+    assert len(first) == 50 and generate(model, b"The ", 0) == b""
+    model.eval()
+    generate(model, b"The ", 1)
+    assert not model.training
+
+
+# ---- the stage -----------------------------------------------------------------------
+def test_its_defaults_are_those_of_language_models():
+    args = stage_args(load_stage(first_with("text")))
+    assert (args.lr, args.weight_decay, args.clip_grad) == (3e-3, 0.1, 1.0)
+    assert (args.width, args.depth, args.heads, args.sample) == (64, 2, 4, 200)
+
+
+@pytest.mark.parametrize("stage", with_feature("text"))
+def test_a_run_prints_bits_perplexity_and_a_sample_once(
+    stage, several, device, tmp_path
+):
+    """A sample of the weights that it saved."""
+    last = tmp_path / "out/last.pt"
+    flags = [*small_workload(stage, 300).flags, "--width", "32", "--heads", "2"]
+    flags += ["--depth", "3", "--epochs", "2", "--device", device]
+    run = [*flags, "--sample", "50", "--out-dir", last.parent]
+    first, *others = run_stage(stage, several, run, tmp_path / "run").ranks
+    assert not any(one.stdout for one in others)
+    pattern = (
+        r"epoch \d: train .*, val loss (\S+) .*\n"
+        r"val (\S+) bits per byte, perplexity (\S+)\n"
+    )
+    epochs = re.findall(pattern, first.stdout)
+    assert len(epochs) == 2
+    for loss, bits, perplexity in epochs:
+        assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-3)
+        assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=2e-3)
+    model = GPT(256, 8, width=32, depth=3, heads=2)
+    model.load_state_dict(torch.load(last))
+    sample = generate(model, b"\n", 50).decode(errors="replace")
+    assert first.stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
+    evaluation = run_stage(stage, 1, [*flags, "--evaluate", last], tmp_path / "again")
+    assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
+    silent = run_stage(stage, several, flags, tmp_path / "silent")  # --sample 0
+    assert silent.stdout.endswith(f"{epochs[-1][-1]}\n")
+
+
+@pytest.mark.parametrize("stage", FIRST_TEXT_ONLY)
+def test_a_sample_can_be_printed_in_any_locale(stage, device, tmp_path):
+    """In the C locale, standard output has no character for half of the bytes."""
+    flags = [*small_workload(stage, 300).flags, "--epochs", "1", "--lr", "1e-9"]
+    flags += ["--sample", "50", "--device", device]
+    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = run_stage(stage, 1, flags, tmp_path, forks=False, **variables)
+    sample = done.stdout.partition("perplexity")[2].partition("\n")[2]
+    assert sample.isascii()
+    assert sample.count("?") > 9  # the weights are as they were drawn
+
+
+def bigram_bits(train, val):
+    """Return the bits per byte of a table of byte pairs, counted in `train`.
+
+    After a byte that was rarely seen, the table relies on the bytes' frequencies
+    (Witten and Bell, 1991); adding one to each count would be worse by 0.1 bits.
+    """
+    single = np.bincount(train, minlength=256) + 1.0
+    single /= single.sum()
+    pairs = np.zeros((256, 256))
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    kinds = np.maximum((pairs > 0).sum(1, keepdims=True), 1)
+    chances = (pairs + kinds * single) / (pairs.sum(1, keepdims=True) + kinds)
+    assert np.allclose(chances.sum(1), 1)
+    return -np.log2(chances[val[:-1], val[1:]]).mean()
+
+
+@pytest.mark.release
+def test_it_learns_more_than_pairs_of_bytes(trained, several):
+    """By its command and with its defaults. The later stages train the same weights."""
+    content = np.fromfile(TEXT, np.uint8).astype(int)
+    end = len(content) * 9 // 10
+    table = bigram_bits(content[:end], content[end:])
+    done = trained(first_with("text"), several)
+    bits = done.rows[-1]["val"]["loss"] / math.log(2)
+    print(f"\n{bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
+    assert bits < 0.85 * table
+
+
+# ---- the speed -----------------------------------------------------------------------
+def test_mfu_is_of_a_known_gpu_and_of_the_work_of_this_process(monkeypatch):
+    args = SimpleNamespace(width=1024, depth=16, context_length=1024, amp="bf16")
+    args.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    with torch.device("meta"):
+        model = GPT(256, args.context_length, args.width, args.depth)
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    flops = 6 * sum(each.weight.numel() for each in layers)
+    flops += 12 * args.depth * args.context_length * args.width
+    shown = partial(describe_speed, args, 0.12 * 989e12 / flops)
+    assert shown().endswith(" tokens/s per process, MFU 12%")
+    args.tensor_parallel = 2
+    assert shown().endswith("process, MFU 6%")
+    args.amp = "off"
+    assert shown().endswith("process")
+    args.amp, args.device = "bf16", torch.device("cpu")
+    assert shown().endswith("process")

@@ -1,0 +1,672 @@
+"""The exercises: an empty answer fails, the solution passes, each mistake is named.
+
+MISTAKES has wrong answers: the exercise, a text of its solution, what stands there
+instead, and what the check then says. Where the answer is a program, the text is one of
+that program. Only imports, exercises and checks are run, in this process; what a check
+starts is a fork.
+"""
+
+import ast
+import collections
+import contextlib
+import io
+import re
+from typing import NamedTuple
+
+import nbformat
+import pytest
+
+from harness.stages import ROOT
+from harness.stages import notebooks
+from harness.stages import stages
+from nbtools import lesson
+from tests.conftest import only_in_ci
+
+AFTER_UNFREEZING = """        wrapped = DistributedDataParallel(model)
+    output = wrapped(images[shard])
+    loss = nn.functional.cross_entropy(output, target[shard])
+    optimizer.zero_grad()
+    loss.backward()
+"""
+BY_HAND = """    output = wrapped(images[shard])
+    loss = nn.functional.cross_entropy(output, target[shard])
+    optimizer.zero_grad()
+    loss.backward()
+    for weight in backbone.parameters():
+        if weight.grad is not None:
+            dist.all_reduce(weight.grad)
+            weight.grad /= world_size
+"""
+MISTAKES = [
+    (
+        "01 exercise 1",
+        '"order in this stage": False',
+        '"order in this stage": True',
+        "is the same in the two runs",
+    ),
+    (
+        "01 exercise 1",
+        '    "initial weights": True,\n',
+        "",
+        "no prediction for 'initial weights'",
+    ),
+    ("01 exercise 2", "(seed + epoch)", "(seed)", "begins with ["),
+    (
+        "01 exercise 2",
+        "order[rank:batch_size:world_size]",
+        "order[rank * (batch_size // world_size) :][: batch_size // world_size]",
+        "rank 0 of 3, your answer begins with",
+    ),
+    ("01 exercise 2", "randperm(n,", "randperm(1440,", "epoch 2, rank 0 of 2"),
+    ("01 exercise 2", "rank:batch_size:", "rank:48:", "has 24 images instead of 6"),
+    (
+        "02 exercise 1",
+        'removeprefix("module.")',
+        'lstrip("module.")',
+        "module.embedding became",
+    ),
+    (
+        "02 exercise 1",
+        'removeprefix("module.")',
+        'replace("module.", "")',
+        "a.module.b became ['a.b']",
+    ),
+    (
+        "02 exercise 1",
+        'removeprefix("module.")',
+        "partition('.')[2]",
+        "weight became ['']",
+    ),
+    (
+        "02 exercise 2",
+        'reduction="none"',
+        'reduction="mean"',
+        "does an image on the GPU with 13 weigh",
+    ),
+    (
+        "02 exercise 2",
+        "self.model(inputs)",
+        "self.model(inputs).detach()",
+        "the loss has no gradient",
+    ),
+    (
+        "02 exercise 2",
+        "return nn.functional.cross_entropy(",
+        "return outputs\n        nn.functional.cross_entropy(",
+        "return losses, not logits",
+    ),
+    ("03 exercise 1", "(21, 12)", "(11, 22)", "rank 0: a = 21, b = 12"),
+    (
+        "03 exercise 2",
+        "        wrapped = DistributedDataParallel(model)\n    output",
+        "    output",
+        "gradient of 0.weight and 1 more differs between the ranks",
+    ),
+    (
+        "03 exercise 2",
+        "        backbone.requires_grad_(True)\n",
+        "        pass\n",
+        "0.weight is off by",
+    ),
+    (
+        "03 exercise 2",
+        "if rank == 0:\n    torch.save",
+        "if rank == 2:\n    torch.save",
+        "has not saved its weights",
+    ),
+    (
+        "03 exercise 2",
+        "output = wrapped(images[shard])",
+        "output = model(images[shard])",
+        "differs between the ranks",
+    ),
+    ("03 exercise 3", ", sampler=sampler", "", "all ranks train on the same 6 samples"),
+    ("03 exercise 3", "wrapped(x)", "model(x)", "differs between the ranks"),
+    (
+        "03 exercise 3",
+        "if dist.get_rank() == 0:\n    print",
+        "if True:\n    print",
+        "let rank 0 alone print",
+    ),
+    ("03 exercise 3", "range(3)", "range(2)", "it trains other weights than"),
+    (
+        "03 exercise 3",
+        "local_batch_size = 12 //",
+        "local_batch_size = dist.get_rank() + 12 //",
+        "",
+    ),
+    (
+        "03 exercise 3",
+        "for _ in range(3):\n",
+        "for _ in range(3):\n    loader.epoch()\n",
+        "AttributeError: 'DataLoader' object has no attribute 'epoch' (",
+    ),
+    (
+        "03 mistakes exercise 1",
+        "/ len(x)",
+        "/ batch_size",
+        "the gradients are 1/2 of those of one process",
+    ),
+    ("03 mistakes exercise 1", "/ len(x)", "/ batch_size / 2", ""),
+    (
+        "03 mistakes exercise 1",
+        "dist.get_world_size(), sampler=sampler",
+        "1",
+        "all ranks train on the same",
+    ),
+    ("04 exercise 1", "tensor = [1, 1]", "tensor = [0, 0]", "the tensor is not [0, 0]"),
+    ("04 exercise 1", "numbers = [0, 0]", "numbers = [1, 1]", "the list is not [1, 1]"),
+    ("04 exercise 2", "str(nproc)", "nproc", "WORLD_SIZE must be a string"),
+    (
+        "04 exercise 2",
+        '"LOCAL_RANK": str(rank)',
+        '"LOCAL_RANK": "0"',
+        "LOCAL_RANK must be 1",
+    ),
+    (
+        "04 exercise 2",
+        '        "MASTER_ADDR": "127.0.0.1",\n',
+        "",
+        "MASTER_ADDR is missing",
+    ),
+    (
+        "05 exercise 2",
+        "first.float() @ second.float().T",
+        "first @ second.T",
+        "the loss is off by",
+    ),
+    (
+        "05 exercise 2",
+        "with torch.autocast(images.device.type, torch.bfloat16):\n"
+        "        first, second = "
+        "network(images), network(texts)",
+        "network.bfloat16()\n    first, second = "
+        "network(images.bfloat16()), network(texts.bfloat16())",
+        "weights are torch.bfloat16 from now on",
+    ),
+    (
+        "05 exercise 2",
+        "with torch.autocast(images.device.type, torch.bfloat16):",
+        "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):",
+        "no gradient gets to the network",
+    ),
+    (
+        "05 exercise 2",
+        "network(images), network(texts)",
+        "network(images), network(texts).detach()",
+        "the gradient is",
+    ),
+    (
+        "05 exercise 1",
+        '"x + w": "float32"',
+        '"x + w": "bfloat16"',
+        "x + w is not bfloat16",
+    ),
+    ("05 fp16 exercise 1", "    scaler.unscale_(optimizer)\n", "", "is off by"),
+    (
+        "05 fp16 exercise 1",
+        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        "",
+        "is off by",
+    ),
+    (
+        "05 fp16 exercise 1",
+        "    scaler.unscale_(optimizer)\n",
+        "    scaler.unscale_(optimizer)\n    scaler.unscale_(optimizer)\n",
+        "unscale_() has already been called",
+    ),
+    (
+        "05 fp16 exercise 1",
+        "    scaler.step(optimizer)\n",
+        "    optimizer.step()\n    scaler.unscale_(optimizer)\n",
+        "unscale_() has already been called",
+    ),
+    ("06 exercise 1", "[0, 0, 0, 0]", "[0, 1, 2, 3]", "it is not srun that replaces"),
+    ("06 exercise 2", "sbatch --nodes", "srun --nodes", "with sbatch"),
+    ("06 exercise 2", "--nodes=4", "--nodes=8", "8 GPUs are 4 nodes"),
+    ("06 exercise 2", "--batch-size 256", "--batch-size 32", "still 256"),
+    (
+        "07 exercise 1",
+        '"repeated images": 66.7',
+        '"repeated images": 60.0',
+        "repeated images is not 60.0 %",
+    ),
+    ("07 exercise 2", "dtype=torch.float64", "dtype=torch.float32", "float64"),
+    (
+        "07 exercise 2",
+        "errors.square().sum(), len(errors)",
+        "errors.square().mean() * len(errors), len(errors)",
+        "an empty shard",
+    ),
+    ("07 exercise 2", "(squares / count) ** 0.5", "squares / count", "instead of"),
+    (
+        "08 exercise 1",
+        "for n in range(1, local_batch_size + 1):",
+        "for n in (2**k for k in range(9)):",
+        "but 3 would do",
+    ),
+    ("08 exercise 1", "local_batch_size % n == 0 and ", "", "does not divide"),
+    (
+        "08 exercise 1",
+        "local_batch_size = batch_size // processes",
+        "local_batch_size = batch_size",
+        "but 1 would do",
+    ),
+    (
+        "08 exercise 2",
+        " * len(labels) / len(targets)",
+        " / n",
+        "n = 4: the gradient is off by",
+    ),
+    (
+        "08 exercise 2",
+        "inputs.tensor_split(n), targets.tensor_split(n)",
+        "inputs.split(10 // n), targets.split(10 // n)",
+        "n = 4: the micro-batches have",
+    ),
+    (
+        "08 exercise 2",
+        "(loss * len(labels) / len(targets)).backward()",
+        "loss.backward()",
+        "n = 2: the gradient is off by",
+    ),
+    (
+        "09 exercise 1",
+        "    torch.save(state, temporary)\n    temporary.replace(path)\n",
+        "    torch.save(state, path)\n",
+        "killed halfway destroys",
+    ),
+    (
+        "09 exercise 1",
+        '("model", "optimizer", "scheduler")',
+        '("model", "scheduler")',
+        "the optimizer has no momentum",
+    ),
+    (
+        "09 exercise 1",
+        '    torch.set_rng_state(state["random_state"])\n',
+        "",
+        "is dropout the same?",
+    ),
+    (
+        "09 exercise 2",
+        '"5 processes": "refused"',
+        '"5 processes": "different"',
+        "5 processes: how many of the 48 images",
+    ),
+    (
+        "10 exercise 1",
+        "math.ceil(first / every)",
+        "round(first / every)",
+        "[12, None] gives 10, not 20",
+    ),
+    (
+        "10 exercise 1",
+        "math.ceil(first / every) * every",
+        "max(first, every)",
+        "[12, None] gives 12, not 20",
+    ),
+    ("10 exercise 1", "min((", "max((", "who is the first?"),
+    ("10 exercise 2", "SIGUSR1, lambda", "SIGUSR2, lambda", "did not catch SIGUSR1"),
+    (
+        "10 exercise 2",
+        "        count += 1\n        if received:\n            break\n",
+        "        if received:\n            break\n        count += 1\n",
+        "a signal in the second of three: 1, not 2",
+    ),
+    (
+        "10 exercise 2",
+        "        if received:\n            break\n",
+        "",
+        "a signal in the second of three: 3, not 2",
+    ),
+    ("10 exercise 3", "B:USR1", "USR1", "srun's processes get that signal"),
+    ("10 exercise 3", "--time=8:00:00", "--time=8:00", "all of the eight hours"),
+    ("10 exercise 3", "@400", "@300", "a step may just have begun"),
+    (
+        "11 exercise 1",
+        "range(1, tokens.size(1))",
+        "range(1, tokens.size(1) - 1)",
+        "a leak at the end of the window",
+    ),
+    (
+        "11 exercise 1",
+        "range(1, tokens.size(1))",
+        "range(2, tokens.size(1))",
+        "a leak at the start of the window",
+    ),
+    (
+        "11 exercise 1",
+        "not torch.allclose(model(changed)[:, :n], logits[:, :n], atol=1e-9)",
+        "not model(changed).equal(logits)",
+        "a causal GPT looks ahead, it says",
+    ),
+    (
+        "11 exercise 2",
+        "loss * processes / all_tokens",
+        "loss / all_tokens",
+        "DDP divides by the processes",
+    ),
+    (
+        "11 exercise 2",
+        ', reduction="sum")\n    return loss * processes / all_tokens',
+        ")\n    return loss / processes",
+        "every token counts the same",
+    ),
+    ("11 exercise 2", "/ all_tokens", "/ len(targets)", "the gradient is off by"),
+    ("12 exercise 1", "gb_with_8 = 2", "gb_with_8 = 16", "that is DDP's"),
+    (
+        "12 exercise 1",
+        "gb_gathered = 2",
+        "gb_gathered = 4",
+        "the policy gathers 2 bytes",
+    ),
+    (
+        "12 exercise 2",
+        "4 * (2 * 12 + 1)",
+        "4 * (12 + 1)",
+        "how often is a block gathered?",
+    ),
+    ("12 exercise 2", "12 + 1\n", "12\n", "reduce_scatters: not 12"),
+    (
+        "12 exercise 3",
+        "reduce_dtype=torch.float32",
+        "reduce_dtype=torch.bfloat16",
+        "the gradients are averaged in {torch.bfloat16}",
+    ),
+    (
+        "12 exercise 3",
+        "MixedPrecisionPolicy(torch.bfloat16, ",
+        "MixedPrecisionPolicy(",
+        "the weights are gathered in",
+    ),
+    (
+        "12 exercise 3",
+        ", reshard_after_forward=False",
+        "",
+        "keeps the weights after the forward pass",
+    ),
+    (
+        "12 exercise 3",
+        "    fully_shard(model, mesh=mesh, mp_policy=policy)\n",
+        "",
+        "the root is not sharded",
+    ),
+    (
+        "12 mistakes exercise 1",
+        "    dist.all_reduce(norm)\n",
+        "",
+        "is not that of one process",
+    ),
+    ("12 mistakes exercise 1", "min(1.0, 0.5 / norm.item())", "1.0", "is off by"),
+    ("12 mistakes exercise 1", "    norm = norm.sqrt()\n", "", "is off by"),
+    (
+        "12 loading exercise 1",
+        "2**-8 / 0.02",
+        "2**-7 / 0.02",
+        "weights between -2**-8 and 2**-8",
+    ),
+    (
+        "13 exercise 1",
+        "{row // written for row in mine}",
+        "{row // written for row in (*mine[:1], *mine[-1:])}",
+        "(256, 8, 2), rank 0: {0, 3}",
+    ),
+    ("13 exercise 1", "math.ceil(rows / writers), ", "rows // writers, ", "but it is"),
+    ("13 exercise 1", "min((rank + 1) * read, rows)", "(rank + 1) * read", "but it is"),
+    (
+        "13 exercise 2",
+        'temporary = folder.with_name(f".{folder.name}.tmp")',
+        "temporary = folder",
+        "folder had its name before it was complete",
+    ),
+    (
+        "13 exercise 2",
+        "    set_state_dict(\n        model",
+        "    return\n    set_state_dict(\n        model",
+        "learning rate",
+    ),
+    (
+        "13 exercise 2",
+        "    temporary.rename(folder)  # with several ranks, only on rank 0\n",
+        "",
+        "has not written folder/.metadata",
+    ),
+    ("14 exercise 1", "{4, 5, 6, 7}", "{1, 5, 9, 13}", "that is the dp group"),
+    (
+        "14 exercise 2",
+        "{name: ColwiseParallel() for",
+        "{name: ColwiseParallel(output_layouts=dist.tensor.Replicate()) for",
+        "q_proj returns 8 of 8 columns",
+    ),
+    ("14 exercise 2", '"k_proj", ', "", "k_proj is not in the plan"),
+    (
+        "14 exercise 2",
+        '("o_proj", "down_proj")',
+        '("o_proj",)',
+        "down_proj is not in the plan",
+    ),
+    (
+        "14 exercise 2",
+        "name: RowwiseParallel() for",
+        "name: ColwiseParallel() for",
+        "o_proj gets what is split",
+    ),
+    (
+        "14 exercise 3",
+        "(dist.get_world_size() // per_machine, per_machine)",
+        "(per_machine, dist.get_world_size() // per_machine)",
+        "8 copies, each in 2 shards",
+    ),
+    (
+        "14 exercise 3",
+        'shape, mesh_dim_names=("copies", "shards")',
+        "(16,)",
+        "this is FSDP",
+    ),
+    (
+        "14 exercise 3",
+        "per_machine = 8",
+        "per_machine = 4",
+        "4 copies, each in 4 shards",
+    ),
+    (
+        "14 mistakes exercise 1",
+        "batch_size=12",
+        "batch_size=12 // world_size, sampler=sampler",
+        "is off by",
+    ),
+    (
+        "14 mistakes exercise 1",
+        "batch_size=12",
+        "batch_size=12 // world_size",
+        "is off by",
+    ),
+    (
+        "14 mistakes exercise 1",
+        "batch_size=12",
+        "batch_size=12, sampler=sampler",
+        "is off by",
+    ),
+    ("14 pipeline exercise 1", "63", "62", "they wait 10.1%"),
+    ("14 pipeline exercise 1", "63", "64", "fewer than 64 are enough"),
+    (
+        "14 pipeline exercise 2",
+        "return processes - rank",
+        "return processes",
+        "1f1b, 4 processes, 8 micro-batches: [4, 4, 4, 4]",
+    ),
+    (
+        "14 pipeline exercise 2",
+        "return processes - rank",
+        "return micro_batches - rank",
+        "1f1b, 4 processes, 8 micro-batches",
+    ),
+    (
+        "14 pipeline exercise 2",
+        "return micro_batches\n",
+        "return 8\n",
+        "but there are 2",
+    ),
+]
+# Other right answers, which a check must not refuse.
+RIGHT = [
+    ("03 exercise 2", AFTER_UNFREEZING, BY_HAND),
+    ("06 exercise 2", "--nodes=4", "--exclusive -N 4"),
+    ("06 exercise 2", "--gpus-per-node=2 --cpus-per-task=16", "--gres gpu:2 -c 16"),
+    ("10 exercise 3", "--time=8:00:00", "--time=480"),
+    ("10 exercise 3", "--time=8:00:00", "-t 0-8"),
+    (
+        "12 mistakes exercise 1",
+        "torch.cat([gradient.flatten() for gradient in gradients]).square()",
+        "torch.stack([g.square().sum() for g in gradients])",
+    ),
+]
+
+
+# ---- the exercises -------------------------------------------------------------------
+class Exercise(NamedTuple):
+    """empty: the answer's cell as it is; imports: what the two cells need of others."""
+
+    name: str
+    stage: str
+    imports: str
+    empty: str
+    check: str
+
+
+def exercises(path):
+    """Return the exercises of a notebook."""
+    cells = nbformat.read(path, as_version=4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    body = ast.parse(code[0].source).body
+    found = []
+    for empty, check in zip(code, code[1:], strict=False):
+        if check.metadata.get("tags") == ["check"]:
+            assert empty.metadata.get("tags") == ["exercise"]
+            name = re.search(r"def (\w*exercise_\d+)\(\):", check.source)[1]
+            title = f"{path.parent.name[:2]} {name.replace('_', ' ')}"
+            used = set(re.findall(r"\w+", empty.source + check.source))
+            lines = [ast.unparse(node) for node in body if imports(node) & used]
+            found.append(
+                Exercise(
+                    title,
+                    path.parent.name,
+                    "\n".join(lines),
+                    empty.source,
+                    check.source,
+                )
+            )
+    return found
+
+
+def imports(statement):
+    """Return the names that a statement imports."""
+    if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return set()
+    names = [alias.asname or alias.name for alias in statement.names]
+    return {name.partition(".")[0] for name in names}
+
+
+EXERCISES = {each.name: each for path in notebooks() for each in exercises(path)}
+
+
+def solution(exercise):
+    """Return the solution of an exercise, with the imports of its file."""
+    text = (ROOT / exercise.stage / "solutions.py").read_text()
+    parts = re.split(r"^# -+ (.*exercise \d+) -+\n", text, flags=re.MULTILINE)
+    return parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))[exercise.name[3:]]
+
+
+def program(exercise):
+    """Return the program that solves an exercise, or None if its answer is a cell."""
+    values = {}
+    if not re.match(r"(repaired|converted) = None", exercise.empty):
+        return None
+    exec(solution(exercise)[1], values)
+    if "converted" in values:
+        return (ROOT / values["converted"]).read_text()
+    original = re.search(r'"(\S+/demos/\S+\.py)"', exercise.check)[1]
+    return replaced((ROOT / original).read_text(), values["bug"], values["repair"])
+
+
+def said(exercise, answer):
+    """Return the last line that a check prints after an answer."""
+    output = io.StringIO()
+    source = "\n".join([exercise.imports, answer, exercise.check])
+    with contextlib.redirect_stdout(output):
+        exec(source, {"lesson": lesson})
+    return output.getvalue().splitlines()[-1]
+
+
+def replaced(text, old, new):
+    assert text.count(old) == 1, (old, text)
+    return text.replace(old, new)
+
+
+@pytest.fixture
+def say(tmp_path, monkeypatch):
+    """Return a function: what a check says of a solution with a text replaced."""
+    monkeypatch.setattr(lesson, "FORKS", "all")
+
+    def say(name, text="", replacement=""):
+        exercise = EXERCISES[name]
+        monkeypatch.chdir(ROOT / exercise.stage)  # as in Jupyter
+        imports, answer = solution(exercise)
+        if written := program(exercise):
+            file = tmp_path / "answer.py"
+            file.write_text(replaced(written, text, replacement) if text else written)
+            variable = exercise.empty.partition(" ")[0]
+            return said(exercise, f"{variable} = {str(file)!r}")
+        answer = replaced(answer, text, replacement) if text else answer
+        return said(exercise, f"{imports}\n{answer}")
+
+    return say
+
+
+def cases(rows):
+    """Return the cases of a test. Those whose check starts processes take seconds."""
+    starts = re.compile(r"lesson\.(run|assert)")
+    return [
+        only_in_ci(*row, unless=not starts.search(EXERCISES[row[0]].check))
+        for row in rows
+    ]
+
+
+# ---- the tests -----------------------------------------------------------------------
+@pytest.mark.parametrize("name", cases([name] for name in EXERCISES))
+def test_an_exercise_is_solved_by_its_solution_only(name, say):
+    exercise = EXERCISES[name]
+    # The message is the check's own, and neither empty nor Python's.
+    assert re.match(
+        r"Not solved yet: (?!\w+(Error|:)).{10,}", said(exercise, exercise.empty)
+    )
+    assert re.match(r"Solved\. \w.{30,}\.$", say(name))
+
+
+@pytest.mark.parametrize("name, text, replacement, words", cases(MISTAKES))
+def test_a_mistake_is_named(name, text, replacement, words, say):
+    answer = say(name, text, replacement)
+    assert answer.startswith("Not solved yet: ") and words in answer, answer
+
+
+@pytest.mark.parametrize("name, text, replacement", cases(RIGHT))
+def test_another_right_answer_is_not_refused(name, text, replacement, say):
+    assert say(name, text, replacement).startswith("Solved.")
+
+
+def test_the_solutions_are_linked():
+    """And every stage has exercises."""
+    with_exercises = [path for path in notebooks() if exercises(path)]
+    assert {path.parent.name for path in with_exercises} == set(stages())
+    for path in with_exercises:
+        assert "](solutions.py)" in path.read_text(), path
+
+
+def test_every_exercise_has_its_mistakes():
+    """Three of a function or a program, one of a prediction."""
+    counted = collections.Counter(name for name, *_ in MISTAKES)
+    for name, exercise in EXERCISES.items():
+        longer = program(exercise) or re.search(r"^(def|class) ", exercise.empty, re.M)
+        assert counted[name] >= (3 if longer else 1), name
+    assert counted.keys() <= EXERCISES.keys()

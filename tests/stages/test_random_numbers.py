@@ -1,0 +1,80 @@
+"""Every rank draws random numbers of its own, although all begin with the same weights.
+
+The processes of a stage that spawns them cannot be prepared to note their numbers; it
+has the same line. That dropout draws the same numbers in a resumed run is shown in
+test_resume.py.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import DistributedSampler
+
+from harness.stages import ROOT
+from harness.stages import features
+from harness.stages import first_with
+from harness.stages import with_feature
+from tests.training import changed
+from tests.training import run_stage
+from tests.training import small_workload
+
+LINE = "torch.manual_seed(args.seed + dist.get_rank())"
+
+
+def note_numbers(folder):
+    """Have every rank of a run save what its first random numbers are, folder/RANK.pt.
+
+    seed: the generator's when the first epoch begins, from which a loader draws its
+    workers' seeds; dropout: which of 64 numbers dropout would keep in the first step.
+    """
+    set_epoch, noted = DistributedSampler.set_epoch, {}
+
+    def begin(sampler, epoch):
+        noted.setdefault("seed", torch.initial_seed())
+        set_epoch(sampler, epoch)
+
+    def draw(module, inputs):
+        if module.training and "seed" in noted and "dropout" not in noted:
+            ones = torch.ones(64, device=inputs[0].device)
+            noted["dropout"] = torch.nn.functional.dropout(ones)
+            torch.save(noted, folder / f"{dist.get_rank()}.pt")
+
+    DistributedSampler.set_epoch = begin
+    register_module_forward_pre_hook(draw)
+
+
+@pytest.fixture
+def numbers(two, device, tmp_path):
+    """Return a function that trains a stage and returns what every rank has drawn."""
+
+    def get(stage, root=ROOT):
+        work = small_workload(stage, 48)  # one step
+        flags = ["--device", device, "--epochs", "1", *work.flags]
+        prepare = functools.partial(note_numbers, tmp_path)
+        run_stage(stage, two, flags, tmp_path / "run", root=root, prepare=prepare)
+        return [torch.load(tmp_path / f"{rank}.pt") for rank in range(two)]
+
+    return get
+
+
+@pytest.mark.parametrize("stage", with_feature("torchrun"))
+def test_ranks_draw_different_numbers(stage, numbers):
+    """For dropout, and for the workers that read their samples.
+
+    A stage that resumes has a seed for each step, and none for its first workers.
+    """
+    first, second = numbers(stage)
+    assert not torch.equal(first["dropout"], second["dropout"])
+    if "checkpoints" not in features(stage):
+        assert first["seed"] != second["seed"]
+
+
+def test_without_a_seed_for_each_rank_they_draw_the_same(numbers, tmp_path):
+    stage = first_with("torchrun")
+    root = changed(stage, tmp_path / "copy", (LINE, "pass"))
+    first, second = numbers(stage, root)
+    assert first["seed"] == second["seed"]
+    assert torch.equal(first["dropout"], second["dropout"])

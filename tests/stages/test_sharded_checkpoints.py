@@ -1,0 +1,374 @@
+"""Stage 13: no kill, no damage and no full disk makes it load a wrong checkpoint.
+
+That the stage trains the same weights, resumes on any number of processes and stops at
+a signal is shown in the tests that do so for every stage; common/checkpoint.py is the
+subject of test_checkpoint.py.
+"""
+
+import functools
+import os
+import pickle
+import re
+import shutil
+import signal
+from concurrent import futures
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from common import checkpoint
+from harness import commands
+from harness.stages import first_with
+from harness.weights import max_abs_diff
+from tests.conftest import only_in_release
+from tests.fault_injection import no_large_files
+from tests.fault_injection import signalled_at_file
+from tests.resume_harness import EVERY_4
+from tests.resume_harness import NEVER
+from tests.resume_harness import Run
+from tests.resume_harness import app_state
+from tests.resume_harness import assert_same
+from tests.resume_harness import exit_codes
+from tests.resume_harness import read_state
+from tests.resume_harness import resumed_from
+from tests.resume_harness import step_of
+from tests.resume_harness import take_step
+from tests.resume_harness import uninterrupted
+from tests.training import assert_one_error_line
+from tests.training import load_stage
+from tests.training import plain
+from tests.training import stage_args
+
+STAGE = first_with("sharded_checkpoints")
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_complete(run):
+    """Assert that what has a checkpoint's name can be read."""
+    for path in run.paths():
+        assert read_state(path)["step"] == step_of(path)
+
+
+# ---- damaged ones, in one process ----------------------------------------------------
+@pytest.fixture
+def module():
+    return load_stage(STAGE)
+
+
+@pytest.fixture
+def args(group, module, tmp_path):  # noqa: ARG001
+    return stage_args(module, "--checkpoint-dir", tmp_path / "checkpoints")
+
+
+def truncated(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def missing(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def of_text(path):
+    path.write_text("not of a checkpoint")
+
+
+def of_another_model(path):
+    """The names in it are of no weight of ours."""
+    content = path.read_bytes()
+    assert b"app.model." in content
+    path.write_bytes(content.replace(b"app.model.", b"app.madel."))
+
+
+class Spy:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def that_runs_code(path):
+    path.write_bytes(pickle.dumps(Spy(path.parents[2] / "was-run")))
+
+
+SHARD = "__0_0.distcp"
+DAMAGES = [(SHARD, damage) for damage in (truncated, missing, empty, of_text)]
+DAMAGES += [(".metadata", each) for each in (truncated, empty, of_text)]
+DAMAGES += [(".metadata", of_another_model), (".metadata", that_runs_code)]
+
+
+@pytest.mark.parametrize("name, damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
+    """In one line; and what was loaded of it is overwritten."""
+    first, second = (app_state(STAGE, module, args, seed) for seed in (0, 1))
+    module.load_latest(args, first)
+    kept = []
+    for _ in range(2):
+        take_step(first)
+        module.save_checkpoint(args, first)
+        kept.append([plain(each).detach().clone() for each in first.model.parameters()])
+    path, older = checkpoint.find(args.checkpoint_dir, sharded=True)
+    damage(path / name)
+    before = contents(args.checkpoint_dir)
+    capsys.readouterr()
+    module.load_latest(args, second)
+    line, resumed = capsys.readouterr().out.splitlines()
+    why = "rank 0: .+" if name == SHARD else "its .metadata is not the one that .+"
+    assert re.fullmatch(rf"skipping checkpoint {path} \({why}\)", line)
+    assert resumed == "resumed from step 1"
+    assert second.step == 1 and second.scheduler.last_epoch == 1
+    for one, other in zip(kept[0], second.model.parameters(), strict=True):
+        assert torch.equal(one, plain(other))
+    assert contents(args.checkpoint_dir) == before
+    assert not (args.checkpoint_dir.parent / "was-run").exists()
+    damage(older / name)
+    with pytest.raises(SystemExit, match="^2$"):
+        module.load_latest(args, second)
+    (line,) = capsys.readouterr().err.splitlines()
+    which = f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read"
+    assert line.endswith(f": error: {which}")
+    take_step(second)
+    module.save_checkpoint(args, second)  # in place of the damaged one
+    assert read_state(path)["step"] == 2
+
+
+def test_an_unfinished_folder_is_not_loaded(module, args, capsys):
+    first, second = (app_state(STAGE, module, args, seed) for seed in (0, 1))
+    module.load_latest(args, first)
+    take_step(first)
+    module.save_checkpoint(args, first)
+    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
+    shutil.copytree(path, args.checkpoint_dir / ".step-000000002.tmp")
+    shutil.copytree(path, args.checkpoint_dir / "step-000000003")
+    missing(args.checkpoint_dir / "step-000000003/.metadata")
+    capsys.readouterr()
+    module.load_latest(args, second)
+    assert capsys.readouterr().out == "resumed from step 1\n"
+
+
+def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
+    """A restart on fewer ranks does not write over all of them."""
+    state = app_state(STAGE, module, args, 0)
+    module.load_latest(args, state)
+    take_step(state)
+    left = args.checkpoint_dir / ".step-000000001.tmp/__7_0.distcp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of rank 7 of 8")
+    module.save_checkpoint(args, state)
+    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
+    assert names(path) == {".metadata", SHARD, checkpoint.MANIFEST}
+
+
+# ---- runs that are killed ------------------------------------------------------------
+# Before which event a rank is killed, in one start after the other: of a file that is
+# opened, of the new name of one that is renamed, or of a folder that is removed.
+KILLS = [
+    ("os.rename", "*/step-*", 2),  # the second checkpoint is there, except for its name
+    ("open", "*/__1_0.distcp", 1),  # rank 1 writes nothing
+]
+MORE_KILLS = [
+    ("open", "*/__0_0.distcp", 1),
+    ("os.rename", "*/.metadata", 1),
+    ("os.rename", "*/step-*", 1),
+    ("os.rename", "*/step-*", 3),
+    ("shutil.rmtree", "*/.step-*", 1),  # an old one is about to be removed
+    ("os.remove", "__?_0.distcp", 2),  # a part of it is
+    ("open", "*/step-*/.metadata", 1),  # while it loads
+]
+
+
+@pytest.mark.parametrize(
+    "kills", [KILLS, only_in_release(MORE_KILLS)], ids=["few", "many"]
+)
+def test_kills_while_a_checkpoint_is_written(kills, trained, two, device, tmp_path):
+    """What has a checkpoint's name is complete, and no bit of the result differs."""
+    run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
+    for event, pattern, call in kills:
+        kill = functools.partial(signalled_at_file, event, pattern, call=call)
+        done = run.run(code=None, prepare=kill)
+        assert -signal.SIGKILL in exit_codes(done), (event, pattern)
+        assert resumed_from(done.stdout) in ([], [run.step])
+        assert run.latest() >= run.step
+        assert_complete(run)
+    run.run()
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
+    run.assert_no_step_is_lost_or_doubled()
+    assert names(run.checkpoint_dir) == {"step-000000016", "step-000000020"}
+
+
+def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_path):
+    """The checkpoint stays the latest: it is not taken for a corrupt one."""
+    run = Run(STAGE, tmp_path, device, *NEVER, processes=two)
+    run.stop(3, "SIGTERM")
+    before = run.files()
+    reads_shards = functools.partial(signalled_at_file, "open", "*.distcp", ranks=["1"])
+    done = run.run(code=None, prepare=reads_shards)
+    assert exit_codes(done) == [1, -signal.SIGKILL]
+    assert "skipping" not in done.stdout
+    assert run.files() == before
+
+
+# ---- one rank of two -----------------------------------------------------------------
+@pytest.mark.fault(
+    since="sharded_checkpoints",
+    what="one rank cannot write its shards because its disk is full",
+    sees="`step ...: checkpoint not written (rank 1: ...)`; the training continues",
+    lost="nothing: the earlier checkpoints stay, and nothing is left of this one",
+)
+def test_rank_1_alone_cannot_write(trained, two, device, tmp_path, fault):
+    """Then no rank has written a checkpoint; training continues."""
+    if device == "cuda":
+        pytest.skip(
+            "the limit on a file's size would stop nccl, too: its shared memory"
+        )
+    run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
+    run.stop(5, "SIGTERM")
+    assert run.steps() == [5, 4]
+    before, listed = run.files(), names(run.checkpoint_dir)
+    prepare = functools.partial(no_large_files, 100_000, ranks=["1"])
+    rank_0, rank_1 = run.run(prepare=prepare).ranks
+    fault.assert_seen(rank_0.stdout)
+    pattern = r"^step (\d+): checkpoint not written \(rank 1: .+\)$"
+    failed = re.findall(pattern, rank_0.stdout, re.M)
+    assert failed == ["8", "10", "12", "16", "20"]
+    assert not rank_1.stdout
+    assert run.files() == before
+    assert names(run.checkpoint_dir) == listed
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
+
+
+@pytest.mark.fault(
+    since="sharded_checkpoints",
+    what="a file of the latest checkpoint is missing, truncated or empty",
+    sees="`skipping checkpoint ... (rank ...)`; all ranks resume from the checkpoint"
+    " before",
+    lost="the steps between the two, which are done again",
+)
+def test_a_shard_that_only_rank_1_reads_is_damaged(
+    trained, two, device, tmp_path, fault
+):
+    """All ranks skip the checkpoint together; if all are damaged, the run ends."""
+    run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
+    run.stop(7, "SIGTERM")
+    latest, older = run.paths()
+    truncated(latest / "__1_0.distcp")
+    shutil.copytree(run.checkpoint_dir, tmp_path / "kept")
+    done = run.run()
+    fault.assert_seen(done.stdout)
+    assert resumed_from(done.ranks[0].stdout) == [step_of(older)] == [4]
+    (line,) = re.findall(r"^skipping .*", done.stdout, re.M)
+    assert re.fullmatch(rf"skipping checkpoint {latest} \(rank \d: .+\)", line)
+    assert not done.ranks[1].stdout
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
+    run.assert_no_step_is_lost_or_doubled()
+    shutil.rmtree(run.checkpoint_dir)
+    shutil.move(tmp_path / "kept", run.checkpoint_dir)
+    truncated(older / "__0_0.distcp")
+    before = run.files()
+    for one in run.run(code=2).ranks:
+        named = f"--checkpoint-dir: no checkpoint in {run.checkpoint_dir} can be read"
+        assert_one_error_line(one, named)
+    assert run.files() == before
+
+
+# ---- saves in a thread ---------------------------------------------------------------
+FLAGS = "--device cpu --epochs 2 --text-file 11_gpt/train.py --sample 0 --dtype float64"
+
+
+def torchrun(folder, program, *flags, code=0):
+    """Run a program of the stage on two processes; return a Done."""
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", f"{STAGE}/{program}"]
+    return commands.run([*command, *flags], folder, code, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.release
+def test_a_kill_while_a_thread_saves(tmp_path):
+    """The folder keeps its dot, and a resumed run ends as one that was never killed.
+
+    Rank 1 is killed in the save of step 12, after it has trained to step 15.
+    """
+    flags = [*FLAGS.split(), "--checkpoint-every", "6"]
+    saved = tmp_path / "saved"
+    all_flags = [*flags, "--checkpoint-dir", saved]
+    torchrun(tmp_path, "demos/killed_in_the_thread.py", *all_flags, code=1)
+    checkpoints = {"step-000000006", "step-000000011"}
+    assert names(saved) == {*checkpoints, ".step-000000012.tmp"}
+    program, out = "demos/asynchronous_saves.py", ("--out-dir", tmp_path / "resumed")
+    assert resumed_from(torchrun(tmp_path, program, *all_flags, *out).stdout) == [11]
+    assert names(saved) == {"step-000000018", "step-000000022"}
+    torchrun(tmp_path, "train.py", *flags, "--out-dir", tmp_path / "whole")
+    last = [tmp_path / run / "last.pt" for run in ("resumed", "whole")]
+    assert max_abs_diff(*last) == 0
+
+
+@pytest.mark.release
+def test_one_group_for_saving_and_training_fails(tmp_path):
+    """With one of the messages that docs/symptoms.md has."""
+    done = torchrun(tmp_path, "demos/one_group.py", code=None)
+    assert done.returncode
+    said = "gloo::EnforceNotMet|[Tt]imed out|timeout|closed by peer|reset by peer"
+    assert re.search(said, done.stderr)
+
+
+@pytest.mark.release
+def test_a_thread_writes_the_weights_that_it_was_given(tmp_path):
+    """Not those of the steps that are taken meanwhile."""
+    done = torchrun(tmp_path, "demos/while_it_writes.py", tmp_path / "saved")
+    lines = done.stdout.splitlines()
+    assert lines.index("async_save has returned") == 3
+    assert lines[-1] == "it holds the weights of step 3"
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("group")
+def test_a_failed_save_in_a_thread_is_raised_by_result_alone(tmp_path):
+    (tmp_path / "a-file").touch()
+    state = {"weight": torch.ones(6)}
+    pending = dcp.async_save(state, checkpoint_id=tmp_path / "a-file/step-6")
+    futures.wait([pending])
+    with pytest.raises(dcp.CheckpointException, match="NotADirectoryError"):
+        pending.result()
+
+
+# ---- what DCP does not guard against -------------------------------------------------
+@pytest.mark.release
+def test_what_is_not_sharded_comes_from_several_ranks(tmp_path):
+    """Unless the planner takes all of it from rank 0."""
+    done = torchrun(tmp_path, "demos/dcp_replicas.py", tmp_path / "saved")
+    assert "default     1.running_mean is that of rank 1" in done.stdout
+    assert "default     3.running_mean is that of rank 0" in done.stdout
+    assert done.stdout.count("lowest_rank") == 2
+    assert not re.search("lowest_rank .* rank 1$", done.stdout, re.M)
+
+
+class Stranger:
+    def __reduce__(self):
+        return exec, ("import builtins; builtins.from_metadata = True",)
+
+
+@pytest.mark.release
+def test_reading_metadata_runs_the_code_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.from_metadata", False, raising=False)
+    dcp.save({"weight": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    metadata.storage_meta = Stranger()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"weight": torch.zeros(6)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert from_metadata  # noqa: F821, the code has set it
+    assert state["weight"].tolist() == [1] * 6

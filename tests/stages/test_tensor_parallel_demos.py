@@ -1,0 +1,195 @@
+"""`copies_that_differ` of stage 14's what_goes_wrong.ipynb finds what it should.
+
+Its mistakes assert what they show, and the notebook runs them. That the first lines of
+the stage's notebook train as one process does is tested here, too.
+"""
+
+import gc
+import math
+import re
+import sys
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_module
+
+from harness import commands
+from harness.stages import ROOT
+from harness.stages import first_with
+
+pytestmark = pytest.mark.ci
+
+FOLDER = ROOT / first_with("tensor_parallel")
+NOTEBOOK = FOLDER / "what_goes_wrong.ipynb"
+CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
+MARKDOWN = "\n".join(each.source for each in CELLS if each.cell_type == "markdown")
+PROGRAM = FOLDER / "demos/mistakes.py"
+
+
+def be_a_rank(rank, folder, function, groups):
+    """Be one of the ranks of some tp groups of two; call a function of the mesh."""
+    sys.path.insert(0, str(PROGRAM.parent))
+    store = dist.FileStore(str(folder / "store"), 2 * groups)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * groups)
+    mesh = dist.init_device_mesh("cpu", (groups, 2), mesh_dim_names=("dp", "tp"))
+    function(mesh)
+    gc.collect()  # on gloo, a model still alive can abort the process at exit
+    dist.destroy_process_group()
+
+
+def call_in_tp_groups(function, folder, groups=1):
+    arguments = [(rank, folder, function, groups) for rank in range(2 * groups)]
+    commands.call_in_forks(be_a_rank, arguments)
+
+
+def move_copies_apart(mesh):
+    from mistakes import copies_that_differ
+    from mistakes import make
+    from mistakes import shard
+    from mistakes import split
+
+    model = shard(split(make(), mesh), mesh)
+    assert copies_that_differ(model, mesh) == {}
+    short = make()
+    assert copies_that_differ(short, mesh) == {}
+    rank = mesh["tp"].get_local_rank()
+    with torch.no_grad():
+        for each in (model, short):
+            weight = each.norm.bias
+            weight = weight.to_local() if isinstance(weight, DTensor) else weight
+            weight[3] += 0.5 * rank
+        model.head.weight.to_local().add_(rank)  # not a copy: it is split
+    assert copies_that_differ(model, mesh) == {"norm.bias": 0.5}
+    assert copies_that_differ(short, mesh) == {"norm.bias": 0.5}
+
+
+def test_copies_that_differ_are_found(tmp_path):
+    """Those of weights on the mesh, and of plain ones; what is split has no copies."""
+    call_in_tp_groups(move_copies_apart, tmp_path)
+
+
+def copied_function():
+    """Return `copies_that_differ`, made from what the notebook shows of it alone."""
+    (imports,) = re.findall(r"```python\n(import torch\n.*?)```", MARKDOWN, re.DOTALL)
+    _, _, code = PROGRAM.read_text().partition("def copies_that_differ(")
+    code = "def copies_that_differ(" + code.partition("\n\n\n")[0]
+    found = {}
+    exec(imports + code, found)
+    return found["copies_that_differ"]
+
+
+def use_the_copied_function(mesh):
+    from mistakes import make
+    from mistakes import split
+
+    model, copied = split(make(), mesh), copied_function()
+    assert copied(model, mesh) == {}
+    with torch.no_grad():
+        model.norm.bias.to_local().add_(mesh["tp"].get_local_rank())
+    assert copied(model, mesh) == {"norm.bias": 1}
+
+
+def test_the_function_runs_when_it_is_copied(tmp_path):
+    """With the imports that the notebook names, and nothing else of the demo."""
+    call_in_tp_groups(use_the_copied_function, tmp_path)
+
+
+def spoil_one_copy(mesh):
+    from mistakes import copies_that_differ
+
+    norm = nn.LayerNorm(4)
+    norm.weight.data[2] = math.nan if mesh["tp"].get_local_rank() == 1 else 1
+    found = copies_that_differ(norm, mesh)
+    assert found.keys() == {"weight"} and math.isnan(found["weight"])
+
+
+def test_a_copy_that_is_nan_is_found(tmp_path):
+    call_in_tp_groups(spoil_one_copy, tmp_path)
+
+
+def have_an_empty_shard(mesh):
+    from mistakes import copies_that_differ
+
+    norm = nn.LayerNorm(1)
+    distribute_module(norm, mesh["tp"])
+    fully_shard(norm, mesh=mesh["dp"])
+    rows = 1 - mesh["dp"].get_local_rank()  # one for two ranks
+    assert len(norm.weight.to_local()) == rows
+    assert copies_that_differ(norm, mesh) == {}
+    with torch.no_grad():
+        norm.weight.to_local().add_(mesh["tp"].get_local_rank())
+    assert copies_that_differ(norm, mesh) == ({"weight": 1} if rows else {})
+
+
+def test_a_rank_may_have_nothing_of_a_copy(tmp_path):
+    """Of a weight with fewer rows than a dp group has ranks."""
+    call_in_tp_groups(have_an_empty_shard, tmp_path, groups=2)
+
+
+# ---- lines to paste ------------------------------------------------------------------
+def lines_of(notebook):
+    """Return the Python lines of a notebook's first cell, as they are pasted."""
+    first = nbformat.read(FOLDER / notebook, as_version=4).cells[0].source
+    (indent, code), *_ = re.findall(r"^( *)```python\n(.*?)^ *```", first, re.M | re.S)
+    return re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
+
+
+def mean_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def paste(mesh):
+    from mistakes import get_batch
+    from mistakes import get_group_batch
+    from mistakes import make
+
+    one, names = make(), {"model": make(), "loss_fn": mean_loss, "torch": torch}
+    exec(lines_of("14_tensor_parallel.ipynb").replace('"cuda"', '"cpu"'), names)
+    names["inputs"], names["targets"] = get_group_batch(mesh)
+    exec(lines_of("what_goes_wrong.ipynb"), names)
+    inputs, targets = get_batch()
+    loss = mean_loss(one(inputs), targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+    found = names["loss"] / mesh["dp"].size()
+    assert math.isclose(found, loss, rel_tol=1e-12)
+    assert math.isclose(names["norm"], norm, rel_tol=1e-12)
+    parameters = names["model"].parameters()
+    clipped = nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
+    assert math.isclose(clipped, norm, rel_tol=1e-12)
+
+
+def test_the_first_lines_give_the_gradient_of_one_process(tmp_path):
+    """Those of the stage, and those that compare; clipping knows the norm, too."""
+    call_in_tp_groups(paste, tmp_path, groups=2)
+
+
+def paste_a_pipeline(_):
+    import mistakes
+    import pipeline
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one, batches = mistakes.make(), [mistakes.get_batch()] * 3
+    names = {"loader": batches, "loss_fn": pipeline.loss_fn}
+    names |= {"part": pipeline.Part(mistakes.make(), rank, ranks)}
+    names |= {"device": torch.device("cpu")}
+    lines = lines_of("pipeline_parallel.ipynb")
+    exec(lines.replace("n_microbatches=8", "n_microbatches=4"), names)
+    optimizer = torch.optim.AdamW(one.parameters())
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        mean_loss(one(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        optimizer.step()
+    expected = dict(one.named_parameters())
+    for name, weight in names["part"].named_parameters():
+        assert (weight - expected[name]).abs().max() < 1e-10
+
+
+def test_the_first_lines_of_the_pipeline_train_as_one_process(tmp_path):
+    call_in_tp_groups(paste_a_pipeline, tmp_path)
