@@ -54,16 +54,15 @@ def imported(text, folder):
 def find(name, folder):
     """Return the file of this repository that a path or a module's name means, or None.
 
-    Not those of nbtools and harness, and not figures.py, whose pictures are always drawn again.
+    Not those of nbtools and harness, and not figures.py, whose pictures are always
+    drawn again.
     """
     name = name if "/" in name or name.endswith(".py") else name.replace(".", "/")
     for path in (root / end for root in (ROOT, folder) for end in (name, f"{name}.py")):
         if path.is_file():
             path = path.resolve()
-            used = path.is_relative_to(ROOT) and not {"nbtools", "harness"} & {
-                *path.parts
-            }
-            return path if used and path.name != "figures.py" else None
+            spare = {"nbtools", "harness"} & {*path.parts} or path.name == "figures.py"
+            return path if path.is_relative_to(ROOT) and not spare else None
     return None
 
 
