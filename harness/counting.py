@@ -41,6 +41,10 @@ class Count(TorchDispatchMode):
     this process's shards.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # otherwise the first operation imports torch._dynamo: seconds
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # DTensor is next, and calls us with plain tensors
