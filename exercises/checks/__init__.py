@@ -1,17 +1,14 @@
 """What the checks share: recording the collectives of a rank, and comparing tensors.
 
-A check is a module with these names; `answer` is the reader's module, and `rank` is the
-rank that runs, one of RANKS processes with gloo:
-
-    SOLVED             two sentences: what the real one does beyond this piece, and
-                       where it stands in torch
-    check(answer, rank)   asserts, each with a message that names the mistake
-    PHASES             in place of check: a list of such functions. Each runs in new
-                       processes, in the same working folder, after the one before it;
-                       one with the decorator `killed` may end in the kill of a rank
+A check is a module with `check(answer, rank)`, which asserts, each time with a message
+that names the mistake. `answer` is the reader's module, and `rank` the rank that runs,
+one of a gloo group; check.py shows it in front of the message. In place of it, a module
+can have PHASES, a list of such functions: each runs in new processes, in the same
+working folder, after the one before it.
 
 All ranks run the whole check, and the message of the lowest that fails is shown. A rank
-that has failed takes part in nothing more, and the others may then wait in vain.
+that has failed takes part in nothing more, so whoever comes to the next collective of
+the check waits there, and says nothing else.
 """
 
 from typing import NamedTuple
@@ -19,28 +16,24 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness.counting import Count
 from harness.counting import collective_of
 from harness.counting import tensors_of
-
-RANKS = 3
 
 
 class Call(NamedTuple):
     """One call of a collective.
 
     name: as in torch.distributed ("all_reduce", "send", ...), or "wait" for the wait()
-    of one, which those that are not asynchronous also call; numel, bytes: of what this
-    rank gives to it, for "recv" of what it gets, for "barrier" and "wait" 0; group: the
-    ranks that take part, as numbers of the whole, for "wait" (); peer: the one to which
-    it sends, or from which it receives.
+    of one, which those that are not asynchronous also call; numel: the numbers that
+    this rank gives to it, for "recv" those that it gets, for "barrier" and "wait" 0;
+    peer: the rank to which it sends, or from which it receives.
     """
 
     name: str
     numel: int = 0
-    bytes: int = 0
-    group: tuple = ()
     peer: int | None = None
 
 
@@ -49,16 +42,9 @@ class Recording(Count):
 
     with Recording() as recording:
         model(batch).sum().backward()
-    recording.events    # [Call("all_reduce", 105, 840, (0, 1, 2)), Call("wait")]
+    recording.events    # [Call("all_reduce", 105), Call("wait")]
     recording.calls     # the same without the waits
-
-    It sees each call at the level of the operations that torch carries out, however the
-    answer imported it: those of object collectives, DDP and FSDP2 as well.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # otherwise the first operation imports torch._dynamo: seconds
 
     def __init__(self):
         super().__init__()
@@ -68,10 +54,6 @@ class Recording(Count):
     @property
     def calls(self):
         return [event for event in self.events if event.name != "wait"]
-
-    def of(self, *names):
-        """Return the calls with one of these names."""
-        return [call for call in self.calls if call.name in names]
 
     def __enter__(self):
         self.patches = [self.patch_wait(dist.Work), self.patch_wait(torch._C.Future)]
@@ -95,66 +77,81 @@ class Recording(Count):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
-            assert args[2] < RANKS, (
-                f"there is no rank {args[2]}: the last is {RANKS - 1}"
-            )
+            last = dist.get_world_size() - 1  # gloo would wait for a later one
+            assert args[2] <= last, f"there is no rank {args[2]}: the last is {last}"
         return super().__torch_dispatch__(operation, types, args, kwargs)
 
     def note(self, operation, args, result):
         if name := collective_of(operation):
             self.works.append(result)
-            group = ranks_of(args)
-            peer = group[args[2]] if name in ("send", "recv") else None
-            self.events.append(Call(name, *sizes(name, args), group, peer))
+            given = tensors_of(args)[-1] if name != "barrier" else []
+            peer = args[2] if name in ("send", "recv") else None
+            self.events.append(Call(name, sum(each.numel() for each in given), peer))
 
 
-def sizes(name, args):
-    """Return how many numbers, and bytes, this rank gives to a collective."""
-    given = tensors_of(args)[-1:] if name != "barrier" else []
-    tensors = [tensor for group in given for tensor in group]
-    return sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+def check_calls(what, recording, wanted, hint=""):
+    """Assert that `what` calls these collectives: pairs (name, numbers given)."""
+    found = [(call.name, call.numel) for call in recording.calls]
+    assert found == wanted, (
+        f"{what} calls {shown(found)}, and not {shown(wanted)}{hint}"
+    )
 
 
-def ranks_of(args):
-    """Return the ranks of the process group among the arguments of an operation."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            group = dist.ProcessGroup.unbox(each)
-            return tuple(dist.get_process_group_ranks(group))
-    return ()
+def shown(calls):
+    """Return pairs (name, numbers given) as text."""
+    texts = [f"{name} of {numel} numbers" for name, numel in calls]
+    return ", ".join(texts) or "no collective"
 
 
-def killed(phase):
-    """Declare that a phase may end in the kill of a rank.
-
-    A rank that dies there, by os.kill(os.getpid(), signal.SIGKILL), is no failure. The
-    others run until they end, fail or wait in vain, and are killed, too. An error of
-    theirs after it counts only if it is an AssertionError.
-    """
-    phase.killed = True
-    return phase
+def check_waits(what, recording, hint=""):
+    """Assert that as many collectives were waited for as were called."""
+    calls = len(recording.calls)
+    waits = len(recording.events) - calls
+    assert waits == calls, (
+        f"{what} calls wait() {waits} times for {calls} collectives: once for each"
+        f"{hint}"
+    )
 
 
 def difference(ours, right):
-    """Return the largest difference between two tensors of the same shape, or inf."""
+    """Return the largest difference between two tensors, or inf."""
     if not torch.is_tensor(ours) or ours.shape != right.shape:
         return float("inf")
     if not right.numel():
         return 0.0
-    return (ours.double() - right.double()).abs().max().nan_to_num(float("inf")).item()
+    return (ours - right).detach().abs().max().nan_to_num(float("inf")).item()
 
 
-def on_all_ranks(part, *args):
-    """Call a part of a check, and fail on all ranks if it fails on one.
+def is_close(ours, right):
+    """Return whether two tensors differ by the default dtype's rounding only."""
+    exact = torch.get_default_dtype() == torch.float64
+    return difference(ours, right) < (1e-12 if exact else 1e-5)
 
-    So what is wrong on rank 1 is said before what rank 0 would find in a later part.
-    """
-    said = [None] * RANKS
-    try:
-        part(*args)
-        mine = None
-    except AssertionError as error:
-        mine = str(error)
-    dist.all_gather_object(said, mine)
-    for text in said:
-        assert text is None, text
+
+def check_close(what, ours, right, hint=""):
+    """Assert that a tensor is right, and say what it is if it is a multiple of that."""
+    if is_close(ours, right):
+        return
+    n = dist.get_world_size()
+    assert torch.is_tensor(ours), f"{what} is {ours}, and not a tensor{hint}"
+    assert ours.shape == right.shape, (
+        f"{what} is {[*ours.shape]}, and not {[*right.shape]}{hint}"
+    )
+    assert not is_close(ours, n * right), f"{what} is {n} times too large{hint}"
+    assert not is_close(n * ours, right), f"{what} is {n} times too small{hint}"
+    raise AssertionError(f"{what} is off by {difference(ours, right):.0e}{hint}")
+
+
+def vector_of(tensors):
+    """Return tensors as one vector, with zeros up to a multiple of the ranks."""
+    vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return nn.functional.pad(vector, (0, -len(vector) % dist.get_world_size()))
+
+
+def check_piece(what, piece, right, hint=""):
+    """Assert that a piece of a tensor is right, and keeps nothing else in memory."""
+    check_close(what, piece, right, hint)
+    held = piece.untyped_storage().nbytes() // piece.element_size()
+    assert held == piece.numel(), (
+        f"{what} is a view into {held} numbers, which stay in memory: clone it"
+    )

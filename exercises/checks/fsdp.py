@@ -3,59 +3,70 @@
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from exercises.checks import RANKS
 from exercises.checks import Recording
-from exercises.checks import difference
-from exercises.checks import on_all_ranks
+from exercises.checks import check_calls
+from exercises.checks import check_close
+from exercises.checks import check_piece
+from exercises.checks import vector_of
 
-SOLVED = (
-    "Torch's fully_shard gathers the next block while one computes, keeps a piece of"
-    " each weight as a DTensor, so that names and checkpoints stay those of the model,"
-    " and computes in bfloat16 with float32 pieces. It is in the folder"
-    " torch/distributed/fsdp/_fully_shard, where _fsdp_param_group.py has unshard,"
-    " reshard and the reduce-scatter."
-)
 SIZES = (12, 14, 15)  # of each block, the weights have 2 * 9 * SIZE numbers
-SMALL = 100  # a piece has no more numbers; each weight has
-BATCH = 2  # samples of a rank
+SMALL = 100  # on three ranks, a piece has no more numbers; each weight has
 # How often gloo gets a millisecond: its threads forget a tensor after wait() returns.
 # On a busy machine, so many sleeps take longer.
 TIMES = 3000
 
 
 def check(answer, rank):
+    n = dist.get_world_size()
     alone, blocks = make_blocks(), make_blocks()
-    weights = [list(block.parameters()) for block in blocks]
-    holding = Holding(weights)
-    for number, block in enumerate(blocks):
-        block.insert(1, Probe(holding, number))
+    holding = Holding([*blocks.parameters()])
+    sizes = [len(vector_of(block.parameters())) for block in blocks]
+    probes = [Probe(holding, size) for size in sizes]
+    for block, probe in zip(blocks, probes, strict=True):
+        block.insert(1, probe)
     with holding:
-        model = nn.Sequential(*(answer.Sharded(block) for block in blocks))
-    on_all_ranks(check_pieces, model, alone, rank)
-    found = holding.held(0)
-    assert not found, (
-        f"rank {rank} holds {found} numbers of whole weights before the first forward"
-        " pass, also if the block no longer has them, because others do: resize the"
-        " storages of its parameters to 0 in __init__()"
-    )
+        model = nn.Sequential(*map(answer.Sharded, blocks))
+    for sharded, block in zip(model, alone, strict=True):
+        found = [*sharded.parameters()]
+        assert len(found) == 1, (
+            f"the module has {len(found)} parameters, not one, its piece"
+        )
+        right = vector_of(block.parameters()).chunk(n)[rank]
+        check_piece("the piece", found[0], right)
+    holding.check_nothing("before the first forward pass")
+    gathers = [("all_gather", size // n) for size in sizes]
+    pairs = [*zip(gathers, [("reduce_scatter", size) for size in sizes], strict=True)]
     for step in (1, 2, 3):  # the gradients of 2 are added to those of 1
         torch.manual_seed(step)
-        batch = torch.randn(RANKS * BATCH, 9, dtype=torch.float64)  # of all ranks
+        batch = torch.randn(2 * n, 9)  # of all ranks
         right = alone(batch)
         right.square().mean().backward()
         with holding:
-            outputs = model(batch[rank::RANKS])
-        on_all_ranks(check_forward, outputs, right[rank::RANKS], holding, rank)
+            outputs = model(batch[rank::n])
+        check_close("what forward() returns", outputs, right[rank::n])
+        check_calls("the forward pass", holding, gathers)
+        holding.check_nothing("after the forward pass")
+        dist.barrier()
         with holding:
-            run_backward(outputs)
+            outputs.square().mean().backward()
         del outputs
-        on_all_ranks(check_backward, holding, rank)
-        on_all_ranks(check_gradients, model, alone, step, rank)
-        on_all_ranks(check_rest, weights, holding, rank)
+        check_calls("the backward pass", holding, [*sum(pairs[::-1], ())])
+        for sharded, block in zip(model, alone, strict=True):
+            right = vector_of(each.grad for each in block.parameters()).chunk(n)[rank]
+            (piece,) = sharded.parameters()
+            what = f"step {step}: the gradient of the piece"
+            check_close(what, piece.grad, right, ": the mean, added to the .grad there")
+        holding.check_nothing("after the backward pass")
+        dist.barrier()
+        called = [int(probe.calls) for probe in probes]
+        assert {*called} == {step}, (
+            f"in {step} steps, the blocks are called {called} times"
+        )
         with torch.no_grad():  # a step of plain SGD
             for net in (model, alone):
                 for weight in net.parameters():
@@ -63,41 +74,36 @@ def check(answer, rank):
         if step == 2:
             alone.zero_grad()
             model.zero_grad()
+    model.eval()
+    assert not any(probe.training for probe in probes), (
+        "eval() does not reach the block"
+    )
+    kept = [name for name in model.state_dict() if name.endswith("calls")]
+    assert len(kept) == len(probes), "the block's buffers are not in state_dict()"
     with holding, torch.no_grad():
-        outputs = model(batch[rank::RANKS])
-    on_all_ranks(check_forward, outputs, alone(batch)[rank::RANKS], holding, rank)
+        outputs = model(batch[rank::n])
+    check_close(
+        "what forward() returns, under no_grad()", outputs, alone(batch)[rank::n]
+    )
+    holding.check_nothing("after a forward pass under no_grad()")
 
 
 def make_blocks():
     torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(nn.Linear(9, size), nn.Tanh(), nn.Linear(size, 9))
-        for size in SIZES
-    ]
-    return nn.Sequential(*blocks).double()
-
-
-def vector_of(block):
-    return torch.cat([weight.detach().flatten() for weight in block.parameters()])
-
-
-def padded(vector):
-    return nn.functional.pad(vector, (0, -len(vector) % RANKS))
-
-
-NUMBERS = [len(padded(vector_of(block))) for block in make_blocks()]
+    layers = [(nn.Linear(9, size), nn.Tanh(), nn.Linear(size, 9)) for size in SIZES]
+    return nn.Sequential(*(nn.Sequential(*each) for each in layers))
 
 
 class Holding(Recording):
     """Knows which large tensors are in memory: weights, and results of operations.
 
-    most: {block: numbers held in the middle of its pass} of the pass that it recorded
+    Only on three ranks, where pieces are smaller than weights.
     """
 
     def __init__(self, weights):
         super().__init__()
-        self.storages, self.most = {}, {}
-        for weight in tree_leaves(weights):
+        self.counts, self.storages = dist.get_world_size() == 3, {}
+        for weight in weights:
             self.remember(weight)
 
     def __enter__(self):
@@ -120,11 +126,11 @@ class Holding(Recording):
 
         limit: what is right; as long as it is more, gloo gets some time to forget
         """
-        for _ in range(TIMES):
+        for _ in range(TIMES if self.counts else 0):
             if (found := self.held_now()) <= limit:
-                break
+                return found
             time.sleep(0.001)
-        return found
+        return self.held_now() if self.counts else 0
 
     def held_now(self):
         sizes = []
@@ -134,20 +140,33 @@ class Holding(Recording):
                 sizes.append(storage.nbytes() // 8)
         return sum(size for size in sizes if size > SMALL)
 
+    def check_nothing(self, when):
+        found = self.held(0)
+        assert not found, (
+            f"{when} it holds {found} numbers of whole weights or gradients: resize the"
+            " storages of the weights to 0, and set their .grad to None"
+        )
+
 
 class Probe(nn.Module):
-    """Returns its input; notes what is held in the forward and the backward pass."""
+    """Returns its input; counts its calls, and what is held in both passes."""
 
-    def __init__(self, holding, block):
+    def __init__(self, holding, numbers):
         super().__init__()
-        self.holding, self.block = holding, block
+        self.holding, self.numbers = holding, numbers
+        self.register_buffer("calls", torch.zeros(()))
 
-    def note(self, factor):
-        limit = factor * NUMBERS[self.block]
-        self.holding.most[self.block] = self.holding.held(limit)
+    def check(self, way, times):
+        found = self.holding.held(times * self.numbers)
+        assert found <= times * self.numbers, (
+            f"in the {way} pass of a block of {self.numbers} numbers, it holds {found}:"
+            " of other blocks nothing is in memory, and of this one the weights once,"
+            " and in the backward pass the gradients"
+        )
 
     def forward(self, inputs):
-        self.note(1)  # the weights
+        self.calls += 1
+        self.check("forward", 1)
         return Noting.apply(inputs, self)
 
 
@@ -159,124 +178,5 @@ class Noting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.probe.note(2)  # the weights and their gradients
+        ctx.probe.check("backward", 2)
         return gradient, None
-
-
-def check_pieces(model, alone, rank):
-    for number, (sharded, block) in enumerate(zip(model, alone, strict=True)):
-        found = list(sharded.parameters())
-        where = f"block {number}, rank {rank}: "
-        assert len(found) == 1, (
-            f"{where}the module has {len(found)} parameters, not one, its piece"
-        )
-        right = padded(vector_of(block)).chunk(RANKS)[rank]
-        assert found[0].shape == right.shape, (
-            f"{where}the piece is {[*found[0].shape]}, not {[*right.shape]}"
-        )
-        assert difference(found[0].detach(), right) == 0, (
-            f"{where}the piece has not the numbers of piece {rank} of the weights"
-        )
-        held = found[0].untyped_storage().nbytes() // 8
-        assert held == right.numel(), (
-            f"{where}the piece is a view into a vector of {held} numbers, which stays"
-            " in memory: clone it"
-        )
-
-
-def check_forward(outputs, right, holding, rank):
-    off = difference(outputs.detach(), right.detach())
-    assert off < 1e-12, (
-        f"rank {rank}'s outputs are off by {off:.0e}: does each block compute with what"
-        " was gathered for this pass?"
-    )
-    check_calls(holding, "forward", ["all_gather"] * len(SIZES), rank)
-    for block, found in holding.most.items():
-        assert found <= NUMBERS[block], (
-            f"in the forward pass of block {block}, which has {NUMBERS[block]} numbers,"
-            f" rank {rank} holds {found}: resize the storages of other blocks to 0,"
-            " because autograd keeps their tensors, and keep what was gathered once"
-        )
-    found = holding.held(0)
-    assert not found, (
-        f"after the forward pass rank {rank} holds {found} numbers of whole weights:"
-        " resize their storages to 0, because autograd keeps the tensors"
-    )
-
-
-def run_backward(outputs):
-    try:
-        outputs.square().mean().backward()
-    except RuntimeError as error:
-        assert "storage of size 0" not in str(error), (
-            "the backward pass meets a weight without memory: gather before it, and"
-            " resize the storage that the weight had in the forward pass, because"
-            " autograd has kept that one"
-        )
-        raise
-
-
-def check_backward(holding, rank):
-    names = ["all_gather", "reduce_scatter"] * len(SIZES)
-    check_calls(holding, "backward", names, rank)
-    for block, found in holding.most.items():
-        assert found <= 2 * NUMBERS[block], (
-            f"in the backward pass of block {block}, which has {NUMBERS[block]}"
-            f" numbers, rank {rank} holds {found} of weights and gradients: are those"
-            " of the blocks after it freed?"
-        )
-
-
-def check_calls(recording, way, wanted, rank):
-    """Compare the collectives of a pass; wanted: their names, in order."""
-    found = [call.name for call in recording.calls]
-    assert "all_reduce" not in found, (
-        f"rank {rank} gets whole gradients by an all-reduce in the {way} pass, and"
-        " keeps one piece: a reduce-scatter sends half as much"
-    )
-    for name in ("all_gather", "reduce_scatter"):
-        ours, right = found.count(name), wanted.count(name)
-        assert ours == right, (
-            f"the {way} pass of {len(SIZES)} blocks calls {ours}"
-            f" {name.replace('_', '-')}s, not {right}"
-        )
-    others = sorted({*found} - {*wanted})
-    assert not others, f"the {way} pass calls {' and '.join(others)}"
-    assert found == wanted, f"the {way} pass calls {', '.join(found)}, in this order"
-    sizes = NUMBERS if way == "forward" else NUMBERS[::-1]
-    for name, parts in (("all_gather", RANKS), ("reduce_scatter", 1)):
-        given = [call.numel for call in recording.of(name)]
-        right = [size // parts for size in sizes]
-        assert given in ([], right), (
-            f"rank {rank} gives its {name.replace('_', '-')}s in the {way} pass {given}"
-            f" numbers, not {right}"
-        )
-
-
-def check_gradients(model, alone, step, rank):
-    for number, (sharded, block) in enumerate(zip(model, alone, strict=True)):
-        (piece,) = sharded.parameters()
-        where = f"step {step}, rank {rank}, block {number}: the piece"
-        assert piece.grad is not None, f"{where} has no gradient"
-        gradient = torch.cat([weight.grad.flatten() for weight in block.parameters()])
-        right = padded(gradient).chunk(RANKS)[rank]
-        assert difference(piece.grad, RANKS * right) > 1e-9, (
-            f"the gradient is the sum over {RANKS} ranks: divide it by their number"
-        )
-        off = difference(piece.grad, right)
-        added = ": is it added to the .grad that is there?" if step == 2 else ""
-        assert off < 1e-12, f"{where}'s gradient is off by {off:.0e}{added}"
-
-
-def check_rest(weights, holding, rank):
-    """Compare what is there between two steps: the pieces and their gradients only."""
-    left = sum(weight.grad is not None for weight in tree_leaves(weights))
-    assert not left, (
-        f"after the backward pass {left} whole weights have their gradient still, on"
-        f" rank {rank}: set it to None when it is reduced"
-    )
-    found = holding.held(0)
-    assert not found, (
-        f"after the backward pass rank {rank} holds {found} numbers of whole weights or"
-        " gradients: free them when the gradients are reduced"
-    )

@@ -8,6 +8,9 @@ the gradient of the input is a sum over the units, so over the ranks.
 
 Autograd knows nothing of the other ranks, so each of the two places is a function that
 says what its derivative is.
+
+Torch's ColwiseParallel and RowwiseParallel get the same sums from the placements of
+DTensors, which also carry them through all other operations and into checkpoints.
 """
 
 import torch

@@ -1,4 +1,9 @@
-"""DistributedDataParallel, with buckets and hooks."""
+"""DistributedDataParallel, with buckets and hooks.
+
+In its first backward pass, torch's also finds out in which order the gradients really
+come, and each .grad is a view of its bucket, so that nothing is copied: see
+torch/csrc/distributed/c10d/reducer.cpp.
+"""
 
 import torch
 import torch.distributed as dist

@@ -5,6 +5,10 @@ gradients and of what the optimizer keeps. That is all that is left of a model o
 ranks, 1/n. The price is paid in bytes: the weights are gathered twice, for the forward
 and for the backward pass, and the gradients are reduce-scattered once, which makes
 three halves where DDP's all-reduce has two.
+
+Torch's fully_shard gathers the next block while one computes, and keeps a piece of each
+weight as a DTensor, so that names and checkpoints stay those of the model: see
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
 import torch
@@ -15,8 +19,14 @@ from torch import nn
 class Sharded(nn.Module):
     def __init__(self, block):
         super().__init__()
-        self.block = [block]  # in a list: the piece is this module's only parameter
-        self.weights = list(block.parameters())
+        self.block = block
+        self.weights = []
+        for module in block.modules():
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                # A plain tensor: the piece is this module's only parameter.
+                self.weights.append(weight.detach().requires_grad_())
+                delattr(module, name)
+                setattr(module, name, self.weights[-1])
         self.ranks, self.waiting = dist.get_world_size(), len(self.weights)
         pieces = self.flat(self.weights).chunk(self.ranks)
         self.piece = nn.Parameter(pieces[dist.get_rank()].clone())
@@ -31,7 +41,7 @@ class Sharded(nn.Module):
 
     def forward(self, inputs):
         self.gather()
-        outputs = self.block[0](inputs)
+        outputs = self.block(inputs)
         self.free()
         if outputs.requires_grad:  # not under no_grad()
             # called with the gradient of the outputs, before the block's backward pass

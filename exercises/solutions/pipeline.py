@@ -5,6 +5,9 @@ it takes until the first gradient can come back. From then on each forward pass 
 followed by a backward pass, whose activations are freed. So the first stage keeps as
 many micro-batches as there are stages, and the last one keeps one, however many there
 are in a batch.
+
+Torch's Schedule1F1B, in torch.distributed.pipelining, does this, and its PipelineStage
+finds out the shapes itself. Other schedules wait less.
 """
 
 from collections import deque

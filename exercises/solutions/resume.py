@@ -4,6 +4,10 @@ A checkpoint is a folder, because several ranks write to it at once. While they 
 the folder has a name for which load() does not look. It gets its real name when all
 have finished, in one step of the file system: at every moment, a folder with that name
 is complete. Nothing of an earlier checkpoint is touched before.
+
+torch.distributed.checkpoint lets all ranks write their parts of one tensor, and can
+load them on another number of ranks. Which folder is the latest complete one is left to
+you there, too: it writes the file .metadata last.
 """
 
 import torch

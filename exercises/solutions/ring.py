@@ -1,4 +1,10 @@
-"""An all-reduce as a ring, of messages between neighbors."""
+"""An all-reduce as a ring, of messages between neighbors.
+
+NCCL and gloo also cut the chunks into pieces, so that a rank sends one while it still
+adds another. For small tensors, where the number of messages matters more than the
+bytes, NCCL uses trees. The two halves are also collectives by themselves, a
+reduce-scatter and an all-gather, of which FSDP is made.
+"""
 
 import torch
 import torch.distributed as dist

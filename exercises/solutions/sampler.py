@@ -1,4 +1,9 @@
-"""DistributedSampler: which samples each rank trains on, in which order."""
+"""DistributedSampler: which samples each rank trains on, in which order.
+
+Torch's also takes the number of ranks and the rank as arguments, so that it can be made
+for a process group other than the default one. What it repeats is counted twice in an
+evaluation.
+"""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""ZeRO-1: the work of AdamW, and what it keeps, are shared out among the ranks.
+"""ZeRO-1: the work of AdamW, and what it keeps, are divided among the ranks.
 
 DDP leaves all ranks with the same gradients, and then all of them compute the same
 update, from the same two averages for each weight. Here a rank computes the update of
@@ -7,6 +7,9 @@ the ranks: a reduce-scatter. It then has new weights that the others lack: an
 all-gather. Together the two send as many bytes as DDP's all-reduce, which consists of
 just these two halves. So 8 of the 16 bytes that a float32 weight costs in training are
 divided by the number of ranks, for nothing.
+
+DeepSpeed and Megatron send buckets while backward() runs, and keep a float32 piece for
+weights of 16 bits.
 """
 
 import torch
@@ -36,6 +39,7 @@ class ZeRO1:
         self.piece.grad = torch.empty_like(self.piece)
         dist.reduce_scatter_tensor(self.piece.grad, gradients)
         self.optimizer.step()
+        self.piece.grad = None
         whole = gradients  # its numbers are no longer needed, its memory is
         dist.all_gather_into_tensor(whole, self.piece)
         for weight in self.weights:

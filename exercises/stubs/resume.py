@@ -1,7 +1,8 @@
 """Write checkpoints of a training of several ranks, and resume from the latest one.
 
-All ranks call both functions. The weights and the states of the optimizer and of the
-scheduler are the same on all ranks; the random numbers of torch are each rank's own.
+All ranks call both functions. The model's weights and buffers, and the states of the
+optimizer and of the scheduler, are the same on all ranks; the random numbers of torch
+are each rank's own.
 
 A process may be killed at any moment, also in the middle of save(). Then the ranks are
 started again and call load().
@@ -14,7 +15,7 @@ def save(folder, step, model, optimizer, scheduler):
     """Write everything that is needed to resume after this step.
 
     folder: a pathlib.Path on a disk that all ranks see; it need not be there yet
-    step: how many optimizer steps have been taken
+    step: how many optimizer steps have been taken; none is saved twice
 
     Once the first checkpoint is written, load() finds a complete one at every moment,
     also between any two calls that change the folder. The one before may be removed

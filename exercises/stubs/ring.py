@@ -16,6 +16,7 @@ def all_reduce(tensor):
     Rank r sends to rank r + 1 only, and the last rank to rank 0: 2 (n - 1) messages.
     Each is one of the n chunks of the tensor, whose sizes differ by one number at most,
     and so a rank sends about 2 (n - 1) / n times the bytes of the tensor. Call wait()
-    of each message, because until then its numbers may not have been read.
+    of each message, because until then its numbers may not have been read. All ranks
+    send at the same time: each begins to send before it waits for what it receives.
     """
     raise NotImplementedError

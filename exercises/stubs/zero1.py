@@ -10,7 +10,8 @@ class ZeRO1:
 
     What is counted in a step: one dist.reduce_scatter_tensor of the gradients, one
     dist.all_gather_into_tensor of the new weights, and no other collective. Also the
-    numbers that the optimizer, and this object, keep on each rank from step to step.
+    numbers that the optimizer, and this object, keep on each rank from step to step,
+    gradients included.
     """
 
     def __init__(self, parameters, **options):
