@@ -1,33 +1,37 @@
 """How do I resume a training in the middle of a stream (an IterableDataset)?
 
-There is no sampler that could skip. Save the epoch and the number of batches that each
-rank has taken, and on every rank the state of its generators. To resume, seed them as
-at the beginning of that epoch, read as many batches and throw them away, and only then
-load the states, because the reading may draw random numbers, too. The workers get their
-seeds from the loader's `generator`, so seed that by epoch and rank. Resume with as many
-ranks and workers: the number counts the batches of one rank. What is thrown away has to
-be read again, which takes its time.
+There is no sampler that could skip. There are two ways, and in both, each rank saves
+its own state, and the numbers of ranks and workers stay as they are. **Without a
+library**: save the epoch and the number of batches that were taken, and the state of
+the rank's generators. To resume, seed them as at the beginning of that epoch, read as
+many batches and throw them away, and only then load the states, because the reading may
+draw random numbers, too. The workers get their seeds from the loader's `generator`, so
+seed that by epoch and rank. What is thrown away has to be read again, which takes its
+time. **With torchdata** (`pip install torchdata`), nothing is read again: give the data
+set `state_dict` and `load_state_dict`, and use its StatefulDataLoader, whose state has
+that of the data set in each worker, as of the last batch that you got. A state that was
+taken in the loop after the last batch is of an epoch with nothing left: save the number
+of that epoch with it. Counted as the next epoch, it is an epoch without a step, and
+nothing says so.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/resume_stream.py
-0 workers, resumed after 7 of 12 batches: equal to the uninterrupted run: True
-2 workers, resumed after 7 of 12 batches: equal to the uninterrupted run: True
-2 workers, without the generators' states: equal to the uninterrupted run: False
+read again, 0 workers: the uninterrupted run's batches: True
+read again, 2 workers: the uninterrupted run's batches: True
+read again, without the generators' states: the uninterrupted run's batches: False
+StatefulDataLoader, 0 workers: the uninterrupted run's batches: True
+StatefulDataLoader, 2 workers: the uninterrupted run's batches: True
+its state at the end of an epoch: 0 batches left, then 12 in the next epoch
 """
 
-import gc
-import itertools
 import os
 import random
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data import get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 # ---- the lines to copy ---------------------------------------------------------------
@@ -59,64 +63,76 @@ def load_generator_states(states):
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# ---- the proof -----------------------------------------------------------------------
-EPOCHS, SAMPLES, LOCAL_BATCH, STOP = 2, 24, 2, 7
+class StatefulStream(IterableDataset):
+    """Samples 0 to `end`, of which each reader takes every n-th."""
 
-
-class Stream(IterableDataset):
-    """Numbers in another order in each epoch, each with noise."""
-
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size, self.epoch = rank, world_size, 0
+    def __init__(self, end, rank, world_size):
+        self.end, self.rank, self.world_size = end, rank, world_size
+        self.taken = 0  # by this reader
 
     def __iter__(self):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        numbers = list(range(SAMPLES * self.world_size))
+        first, step = self.rank * workers + worker, self.world_size * workers
+        for number in range(first + self.taken * step, self.end, step):
+            self.taken += 1  # before the yield: the sample is taken
+            yield number
+        self.taken = 0  # the next epoch begins at the beginning
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+# ---- the proof -----------------------------------------------------------------------
+BATCHES, LOCAL_BATCH, STOP = 12, 2, 7
+
+
+class Noisy(StatefulStream):
+    """The same, in another order in each epoch, and with noise."""
+
+    def __iter__(self):
+        numbers = list(range(self.end))
         random.Random(self.epoch).shuffle(numbers)  # the same in all processes
-        reader = self.rank * workers + worker
-        readers = self.world_size * workers
-        for number in itertools.islice(numbers, reader, None, readers):
-            noise = torch.randn(1) + random.random()
-            yield torch.tensor([number / SAMPLES]) + 0.1 * noise
+        for place in super().__iter__():
+            yield torch.tensor(numbers[place] + random.random()) + torch.rand(1)
 
 
-def train(folder, device, workers, stop=None, resume=False, with_states=True):
-    """Train, or until a batch of the last epoch, or from there; return the weights."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    stream = Stream(rank, world_size)
+def read_again(stream, rank, device, workers, with_states=True):
+    """Return the batches of an epoch, and those of one that was resumed in it.
+
+    The model's generators are used between them, as by dropout.
+    """
     options = {"batch_size": LOCAL_BATCH, "num_workers": workers}
-    torch.manual_seed(0)
-    layers = nn.Linear(1, 16), nn.Dropout(0.2), nn.SiLU(), nn.Linear(16, 1)
-    model = nn.Sequential(*layers).to(device)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    first, done = 0, 0
-    if resume:
-        saved = torch.load(folder / "model.pt", map_location=device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        first, done = saved["epoch"], saved["done"]
-    for epoch in range(first, EPOCHS):
-        batches = start_epoch(stream, epoch, rank, skip=done, **options)
-        if resume and with_states and epoch == first:
-            states = torch.load(folder / f"states-{rank}.pt", weights_only=True)
-            load_generator_states(states)
-        for batch in batches:
-            inputs = batch.to(device)
-            optimizer.zero_grad()
-            loss = (wrapped(inputs) - (3 * inputs).sin()).square().mean()
-            loss.backward()
-            optimizer.step()
-            done += 1
-            if epoch == EPOCHS - 1 and done == stop:
-                if rank == 0:
-                    state = {"model": model.state_dict(), "epoch": epoch, "done": done}
-                    torch.save(state, folder / "model.pt")
-                torch.save(generator_states(device), folder / f"states-{rank}.pt")
-                dist.barrier()
-                return None
-        done = 0
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    whole = []
+    for batch in start_epoch(stream, 1, rank, **options):
+        whole.append((batch.tolist(), torch.rand(1).item(), random.random()))
+        if len(whole) == STOP:
+            states = generator_states(device)
+    rest = start_epoch(stream, 1, rank, skip=STOP, **options)
+    if with_states:
+        load_generator_states(states)
+    resumed = whole[:STOP]
+    for batch in rest:
+        resumed.append((batch.tolist(), torch.rand(1).item(), random.random()))
+    return whole, resumed
+
+
+def make_loader(rank, world_size, workers):
+    stream = StatefulStream(BATCHES * LOCAL_BATCH * world_size, rank, world_size)
+    return StatefulDataLoader(stream, batch_size=LOCAL_BATCH, num_workers=workers)
+
+
+def stateful(*place):
+    """Return the batches of an epoch, and those of one that was resumed in it."""
+    whole, batches = list(make_loader(*place)), make_loader(*place)
+    iterator = iter(batches)
+    taken = [next(iterator) for _ in range(STOP)]
+    resumed = make_loader(*place)
+    resumed.load_state_dict(batches.state_dict())
+    return torch.stack(whole).tolist(), torch.stack([*taken, *resumed]).tolist()
 
 
 def main():
@@ -127,28 +143,34 @@ def main():
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    with tempfile.TemporaryDirectory() as folder:
-        names = [folder]
-        dist.broadcast_object_list(names, src=0)  # rank 0's, for all
-        folder = Path(names[0])
-        for workers, with_states in ((0, True), (2, True), (2, False)):
-            whole = train(folder, device, workers)
-            train(folder, device, workers, stop=STOP)
-            options = {"resume": True, "with_states": with_states}
-            resumed = train(folder, device, workers, **options)
-            equal = torch.equal(resumed, whole)
-            assert equal == with_states
-            says = "without the generators' states"
-            if with_states:
-                says = f"resumed after {STOP} of {SAMPLES // LOCAL_BATCH} batches"
-            says = f"{workers} workers, {says}: equal to the uninterrupted run"
-            if rank == 0:
-                print(f"{says}: {equal}", flush=True)
-        dist.barrier()  # rank 0's folder ends here
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    noisy = Noisy(BATCHES * LOCAL_BATCH * world_size, rank, world_size)
+    for name, (whole, resumed), expected in (
+        ("read again, 0 workers", read_again(noisy, rank, device, 0), True),
+        ("read again, 2 workers", read_again(noisy, rank, device, 2), True),
+        (
+            "read again, without the generators' states",
+            read_again(noisy, rank, device, 2, with_states=False),
+            False,
+        ),
+        ("StatefulDataLoader, 0 workers", stateful(rank, world_size, 0), True),
+        ("StatefulDataLoader, 2 workers", stateful(rank, world_size, 2), True),
+    ):
+        assert len(whole) == BATCHES and (resumed == whole) == expected, name
+        if rank == 0:
+            print(f"{name}: the uninterrupted run's batches: {expected}", flush=True)
+    batches = make_loader(rank, world_size, 0)
+    for _ in batches:
+        in_the_loop = batches.state_dict()
+    batches = make_loader(rank, world_size, 0)
+    batches.load_state_dict(in_the_loop)
+    left = [len(list(batches)) for _ in range(2)]
+    assert left == [0, BATCHES]
+    if rank == 0:
+        text = f"{left[0]} batches left, then {left[1]} in the next epoch"
+        print(f"its state at the end of an epoch: {text}")
 
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # on gloo, a DDP model still alive can abort the process at exit
     dist.destroy_process_group()

@@ -1,21 +1,26 @@
-"""torch.compile and DDP: in which order, and where does `_orig_mod.` come from?
+"""torch.compile: in which order with DDP and FSDP2, and where is `_orig_mod.` from?
 
-Call `model.compile()`, and then wrap the model in DDP. This compiles the model in
-place: its weights keep their names. `torch.compile(model)` returns a wrapper instead,
-which puts `_orig_mod.` before the names as DDP puts `module.`.
+With DDP, call `model.compile()`, and then wrap the model. With FSDP2, call
+`block.compile()` for each block, before `fully_shard(block)` or after it: FSDP's hooks
+then run outside the compiled code, and all blocks of one kind share a graph, so a
+deeper model gives the compiler no more to do. `model.compile()` breaks the graph at the
+hooks of each block, without a message. Both compile in place: the weights keep their
+names. `torch.compile(model)` returns a wrapper instead, which puts `_orig_mod.` before
+the names as DDP puts `module.`. Save the state_dict() of the model itself.
 `torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential, and
 `DDP(torch.compile(model))` does. (In torch 2.11, `model.compile()` does not compile an
-nn.Sequential either.) Save the state_dict() of the model itself: after
-`model.compile()` its names are clean.
+nn.Sequential either.)
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
-model.compile(), then DDP: compiled, module.up.weight
-DDP(torch.compile(model)): compiled, module._orig_mod.up.weight
-torch.compile(DDP(model)): compiled, _orig_mod.module.up.weight
-torch.compile(DDP(nn.Sequential(...))): not compiled, _orig_mod.module.0.weight
-DDP(torch.compile(nn.Sequential(...))): compiled, module._orig_mod.0.weight
-model.state_dict(): up.weight
-weights within 1e-12 of those without compile
+model.compile(), then DDP: 1 graph, module.up.weight
+DDP(torch.compile(model)): 1 graph, module._orig_mod.up.weight
+torch.compile(DDP(model)): 1 graph, _orig_mod.module.up.weight
+torch.compile(DDP(nn.Sequential(...))): 0 graphs, _orig_mod.module.0.weight
+DDP(torch.compile(nn.Sequential(...))): 1 graph, module._orig_mod.0.weight
+block.compile(), then fully_shard(block): 1 graph, blocks.0.up.weight
+fully_shard(block), then block.compile(): 1 graph, blocks.0.up.weight
+fully_shard(block), then model.compile(): 2 graphs, blocks.0.up.weight
+weights within 1e-12 of those of one process without compile
 """
 
 import gc
@@ -24,6 +29,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,6 +38,14 @@ from torch.nn.parallel import DistributedDataParallel
 def compile_and_wrap(model, backend="inductor"):
     model.compile(backend=backend)  # in place, and before DDP
     return DistributedDataParallel(model)
+
+
+def compile_and_shard(model, backend="inductor"):
+    for block in model.blocks:
+        # fullgraph: otherwise a block whose graph breaks is slower without a message
+        block.compile(backend=backend, fullgraph=True)
+        fully_shard(block)
+    return fully_shard(model)
 
 
 # ---- the proof -----------------------------------------------------------------------
@@ -58,8 +73,21 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.up(x)))
 
 
+class Blocks(nn.Module):
+    """A layer, and three such blocks. Maps [N, 64] to the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP() for _ in range(3))
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x):
+        one, two, three = self.blocks
+        return three(two(one(self.first(x))))
+
+
 def sequential():
-    """Return the same model without a class of one's own."""
+    """Return two layers without a class of one's own."""
     return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
 
 
@@ -71,26 +99,48 @@ def wrapped_first(model, backend):
     return torch.compile(DistributedDataParallel(model), backend=backend)
 
 
-# {what is printed: (what compiles and wraps the model, what makes it)}
+def sharded_first(model, backend):
+    for block in model.blocks:
+        fully_shard(block)
+        block.compile(backend=backend, fullgraph=True)
+    return fully_shard(model)
+
+
+def compiled_whole(model, backend):
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.compile(backend=backend)
+    return model
+
+
+# {what is printed: (what compiles and wraps the model, what makes it, the graphs)}
 ORDERS = {
-    "model.compile(), then DDP": (compile_and_wrap, MLP),
-    "DDP(torch.compile(model))": (compiled_first, MLP),
-    "torch.compile(DDP(model))": (wrapped_first, MLP),
-    "torch.compile(DDP(nn.Sequential(...)))": (wrapped_first, sequential),
-    "DDP(torch.compile(nn.Sequential(...)))": (compiled_first, sequential),
+    "model.compile(), then DDP": (compile_and_wrap, MLP, 1),
+    "DDP(torch.compile(model))": (compiled_first, MLP, 1),
+    "torch.compile(DDP(model))": (wrapped_first, MLP, 1),
+    "torch.compile(DDP(nn.Sequential(...)))": (wrapped_first, sequential, 0),
+    "DDP(torch.compile(nn.Sequential(...)))": (compiled_first, sequential, 1),
+    "block.compile(), then fully_shard(block)": (compile_and_shard, Blocks, 1),
+    "fully_shard(block), then block.compile()": (sharded_first, Blocks, 1),
+    "fully_shard(block), then model.compile()": (compiled_whole, Blocks, 2),
 }
 
 
-def train(called, model):
-    """Train for five steps; return all weights as one tensor."""
+def train(called, model, first, every):
+    """Train for five steps on every n-th sample; return all weights as one tensor."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    device = next(model.parameters()).device
     for step in range(5):
         torch.manual_seed(step)
-        samples = torch.randn(12, 64)[dist.get_rank() :: dist.get_world_size()]
+        samples = torch.randn(12, 64)[first::every].to(device)
         optimizer.zero_grad()
-        called(samples.to(next(model.parameters()).device)).square().mean().backward()
+        called(samples).square().mean().backward()
         optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    weights = (
+        w.full_tensor() if isinstance(w, DTensor) else w for w in model.parameters()
+    )
+    return nn.utils.parameters_to_vector(weights).detach()
 
 
 def main():
@@ -102,24 +152,24 @@ def main():
     else:
         dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)  # so that only rounding errors differ
-    for order, (prepare, make) in ORDERS.items():
-        torch.compiler.reset()
+    for order, (prepare, make, graphs) in ORDERS.items():
+        torch.compiler.reset()  # otherwise a graph of the order before is used again
         torch.manual_seed(0)
         plain, model, counter = make().to(device), make().to(device), Counter()
         model.load_state_dict(plain.state_dict())
-        expected = train(DistributedDataParallel(plain), plain)
+        expected = train(plain, plain, 0, 1)
         called = prepare(model, counter)
-        torch.testing.assert_close(train(called, model), expected, rtol=0, atol=1e-12)
+        found = train(called, model, dist.get_rank(), dist.get_world_size())
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert counter.graphs == graphs, (order, counter.graphs)
         name = next(iter(called.state_dict()))
-        nothing = prepare is wrapped_first and make is sequential
-        assert (counter.graphs == 0) == nothing
-        assert ("_orig_mod." in name) == (prepare is not compile_and_wrap)
+        in_place = prepare not in (compiled_first, wrapped_first)
+        assert ("_orig_mod." in name) == (not in_place)
         if dist.get_rank() == 0:
-            result = "compiled" if counter.graphs else "not compiled"
-            print(f"{order}: {result}, {name}", flush=True)
+            text = f"{graphs} graph{'s' * (graphs != 1)}"
+            print(f"{order}: {text}, {name}", flush=True)
     if dist.get_rank() == 0:
-        print("model.state_dict():", next(iter(MLP().state_dict())))
-        print("weights within 1e-12 of those without compile")
+        print("weights within 1e-12 of those of one process without compile")
 
 
 if __name__ == "__main__":

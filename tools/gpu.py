@@ -322,7 +322,7 @@ def run_yours(args, report):
 
 WORDS = "06_slurm/demos/nccl_words.py"  # a program of mistakes
 # What recipes need that is not in requirements.txt.
-EXTRA = {"float8_fsdp": "torchao", "stateful_loader": "torchdata"}
+EXTRA = {"float8_fsdp": "torchao", "resume_stream": "torchdata"}
 # The check names a node by this variable, if there is one.
 CHECK = "SLURMD_NODENAME=machine$RANK python check_cluster.py"
 PROGRAMS = (

@@ -448,20 +448,6 @@ def test_a_script_that_reads_torchruns_names_trains_under_srun(
     assert max_abs_diff(tmp_path / "out/last.pt", on_one.weights) <= 1e-10
 
 
-@pytest.mark.release
-def test_two_trainings_share_a_job(cluster, trained, tmp_path):
-    """By recipes/two_runs.sbatch: each trains as if it were alone."""
-    words = ["--gpus-per-node=0", ROOT / "recipes/two_runs.sbatch", *CPU]
-    variables = {"GPUS": "0", "LOGS": tmp_path / "run", "cwd": ROOT}
-    output = f"--output={tmp_path}/job.out"
-    cluster.sbatch(output, *words, "--epochs", "1", **variables).wait("COMPLETED")
-    for seed in (0, 1):
-        (line,) = re.findall("epoch 1: .*", (tmp_path / f"run-{seed}.out").read_text())
-        flags = ("--epochs", "1", "--seed", str(seed))
-        alone = trained(SLURM, 2, *flags, how=train_in_forks)
-        assert line in alone.epochs
-
-
 @pytest.mark.parametrize("stage", [SLURM, SIGNALS])
 def test_without_srun_the_shell_of_a_job_is_no_launcher(stage, tmp_path):
     """Its variables name a task, but only srun says how many tasks there are."""
