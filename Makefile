@@ -14,7 +14,7 @@ WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -37,10 +37,7 @@ help:
 	@echo "make steps            record tools/site/steps.json, a training step of some stages"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
-	@echo "make ray              install Ray Train in .venv-ray and run its test"
-	@echo "make trl              install TRL in .venv-trl and run its test"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
-	@echo "make torchft          install torchft in .venv-torchft and run its test"
 	@echo "make lock             write requirements.lock: the versions that pip gives today"
 	@echo "make exits            start each launched stage 100 times; count the failures"
 
@@ -138,9 +135,9 @@ exits: $(INSTALLED)
 gpu:
 	@$(ANY_PYTHON) -m tools.gpu $(PART)
 
-# Each library is in an environment of its own, which sees the torch that is in .venv.
-.venv-%/installed: other_libraries/requirements-%.txt tools/neighbor_env.sh $(INSTALLED)
-	tools/neighbor_env.sh $* $(PY)
+# In an environment of its own, which sees the torch that is in .venv.
+.venv-horovod/installed: other_libraries/requirements-horovod.txt tools/horovod_env.sh $(INSTALLED)
+	tools/horovod_env.sh $(PY)
 
-ray trl horovod torchft: %: .venv-%/installed
-	REQUIRE_NEIGHBORS=1 $(PY) -m pytest --release -k $* tests/around/test_pinned_libraries.py $(ARGS)
+horovod: .venv-horovod/installed
+	REQUIRE_HOROVOD=1 $(PY) -m pytest --release -k horovod tests/around/test_neighbors.py $(ARGS)

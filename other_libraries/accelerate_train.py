@@ -1,8 +1,8 @@
 """Trains with Accelerate what stage 03 trains, and compares the weights.
 
-README.md shows which line of stage 03 became which, and what else
-Accelerate does. The argument is the file with the weights that stage 03 trained; the
-flags are those of stage 03.
+README.md shows which line of stage 03 became which, and what else Accelerate does. The
+argument is the file with the weights that stage 03 trained; the flags are those of
+stage 03.
 
 $ torchrun --standalone --nproc-per-node=2 03_ddp_launch/train.py \
     --dtype float64 --epochs 2 --out-dir out

@@ -1,4 +1,4 @@
-"""What tests of your_own_script/hugging_face and other_libraries/hf_*.py share."""
+"""What tests of your_own_script/hugging_face share."""
 
 import functools
 import tempfile
@@ -16,7 +16,7 @@ from tests.training import replace_once
 commands.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
-MODULES = "fsdp", "hf_args", "lora", "sharded"  # a changed copy can be beside a script
+MODULES = "fsdp", "lora", "sharded"  # a changed copy can be beside a script
 BEFORE, FSDP, LORA = (SCRIPTS / f"{name}.py" for name in ("before", "fsdp", "lora"))
 
 

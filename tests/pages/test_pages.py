@@ -21,7 +21,7 @@ SHOWN = [
 
 def test_the_pages_show_commands():
     assert len(SHOWN) >= 5
-    assert {page for page, _, _ in SHOWN} >= {"old_ways", "uneven_inputs"}
+    assert {page for page, _, _ in SHOWN} >= {"uneven_inputs"}
 
 
 @pytest.mark.parametrize(
