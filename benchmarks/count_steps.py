@@ -1,22 +1,20 @@
-"""Run a script, and count what its steps do: compare.py and compare_text.py use it.
+"""Run a script, and count what its steps do: compare.py uses it.
 
 torchrun --standalone --nproc-per-node=2 benchmarks/count_steps.py FILE SCRIPT [FLAGS]
 
 Rank 0 writes to FILE, as JSON: `waits_per_step`; `per_step`, {collective: {"calls",
-"bytes"}}; `gpu_bytes`, the peak of the tensors on its GPU, or None; and `ends`, the
-seconds of a clock when each step ended, on a CPU. The counts are those of steps 3 to 7,
-in the epoch that warms up. Processes that the script itself spawns are not seen.
+"bytes"}}; and `gpu_bytes`, the peak of the tensors on its GPU, or None. The counts are
+those of steps 3 to 7, in the epoch that warms up. Processes that the script itself
+spawns are not seen: then FILE has {}.
 """
 
 import json
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,7 +28,7 @@ FIRST, LAST = 2, 7  # counted from the end of one step to the end of the other
 def count_steps():
     """Have this process count; return the dict that will hold what it counts."""
     waits, collectives = WaitsForDevice(), Collectives()
-    steps, counted = LAST - FIRST, {"ends": []}
+    steps, counted = LAST - FIRST, {}
 
     def begin():
         waits.__enter__()
@@ -48,9 +46,6 @@ def count_steps():
         counted["gpu_bytes"] = torch.cuda.max_memory_allocated() if gpu else None
 
     between_steps(FIRST, LAST, begin, end)
-    register_optimizer_step_post_hook(
-        lambda *_: counted["ends"].append(time.perf_counter())
-    )
     return counted
 
 

@@ -1,6 +1,6 @@
-"""Measure single choices on a GPU: the README's tables of steps, copies and loaders.
+"""Measure single choices on a GPU: the README's tables of steps and copies.
 
-python -m benchmarks.gpu_probe [steps] [copies] [loaders]
+python -m benchmarks.gpu_probe [steps] [copies]
 """
 
 import argparse
@@ -10,14 +10,10 @@ import statistics
 import time
 
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data import RandomSampler
 
 from benchmarks import limit
 from benchmarks.report import table
-from common import data
 from common.args import fail
-from common.loader import loader_options
 
 BF16 = ["--amp", "bf16"]
 CONTIGUOUS = ["--memory-format", "contiguous"]
@@ -94,34 +90,9 @@ def copies(device, batch_size, size):
     return table(["type", "pinned", "ms", "ms until Python continues"], rows)
 
 
-def loaders(device, works, numbers):
-    """Return a table: images/s of a loader of the stages, alone.
-
-    works: {name: (size of an image, number of images, batch size, padding)}; numbers:
-    of workers.
-    """
-    rows = []
-    for name, (size, images, batch_size, padding) in works.items():
-        made, _ = data.random_images(images, size, seed=0)
-        train_set = data.ImagesInMemory(*made, 10, padding)
-        for workers in numbers:
-            options = loader_options(device, workers)
-            sampler = RandomSampler(train_set)
-            loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
-            rates = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                for batch in loader:
-                    batch[0].to(device, non_blocking=True)
-                limit.synchronize(device)
-                rates.append(images / (time.perf_counter() - begin))
-            rows.append([name, str(workers), f"{statistics.median(rates[1:]):,.0f}"])
-    return table(["images like", "workers", "images/s"], rows)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ("steps", "copies", "loaders")
+    names = ("steps", "copies")
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=" ".join(names))
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny work")
     args = parser.parse_args()
@@ -130,11 +101,9 @@ def main():
     if not args.dry_run and not torch.cuda.is_available():
         fail("no GPU is visible; --dry-run does without one")
     device, work, size = torch.device("cuda"), ("resnet50", 224, 256), 224
-    sets = {"fake": (224, 5120, 256, 0), "cifar10": (32, 50_000, 1024, 4)}
     if args.dry_run:
         torch.set_num_threads(1)
         device, work, size = torch.device("cpu"), ("small", 8, 4), 32
-        sets = {"fake": (32, 40, 8, 0), "cifar10": (32, 40, 8, 4)}
     sections = args.sections or names
     if "steps" in sections:
         print("steps of {}, {} px, batch {}:".format(*work))
@@ -143,10 +112,6 @@ def main():
         print("\ncopies: How long is a batch on its way to the device,", end=" ")
         print("and how long does Python wait?")
         print("\n".join(copies(device, work[2], size)), flush=True)
-    if "loaders" in sections:
-        print("\nloaders: How many images/s does a stage's loader deliver, alone?")
-        numbers = (0, 1) if args.dry_run else (0, 2, 8)
-        print("\n".join(loaders(device, sets, numbers)))
 
 
 if __name__ == "__main__":

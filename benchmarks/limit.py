@@ -1,10 +1,8 @@
-"""The limit, for compare, communication and gpu_probe: a model's steps and no more.
+"""The limit, for compare.py and gpu_probe.py: a model's steps and no more.
 
 torchrun --standalone --nproc-per-node=1 -m benchmarks.limit
 """
 
-import copy
-import gc
 import json
 import os
 import time
@@ -24,8 +22,6 @@ from common.model import make_model
 
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 10  # of a window
-# What the processes of a window average in each step.
-KINDS = ("nothing", "one number", "the gradient")
 
 
 def parse_args(doc, words=None):
@@ -116,12 +112,12 @@ def seconds_per_step(device, step, steps):
     return (time.perf_counter() - begin) / steps
 
 
-def take_windows(args, kinds):
-    """Return {kind: the seconds of a step in each window, except the first, a warm-up}.
+def main():
+    """Print as JSON the seconds of a step in each window but the first, a warm-up.
 
-    In every process that torchrun started, windows of `kinds` take turns. To average
-    one number costs what it costs to keep in step: each process waits for the slowest.
+    torchrun starts the processes, which begin each window together.
     """
+    args = parse_args(__doc__)
     launch.check()
     args.device = launch.get_device(args.device, int(os.environ["LOCAL_RANK"]))
     if args.device.type == "cuda":
@@ -129,37 +125,13 @@ def take_windows(args, kinds):
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     set_backends(args.tf32, args.deterministic)
     check_batch_size(args.batch_size, dist.get_world_size(), args.batch_size)
-    model, *batch = make_work(args, args.batch_size // dist.get_world_size())
-    bare = make_step(args, model, *batch)
-    number = torch.zeros(1, device=args.device)
-
-    def in_step():
-        bare()
-        dist.all_reduce(number)
-
-    steps = {"nothing": bare, "one number": in_step}
-    if "the gradient" in kinds:
-        copied = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-        steps["the gradient"] = make_step(args, copied, *batch)
-    seconds = {kind: [] for kind in kinds}
-    for _ in range(args.epochs):
-        for kind in kinds:
-            seconds[kind].append(seconds_per_step(args.device, steps[kind], STEPS))
-    return {kind: taken[1:] for kind, taken in seconds.items()}
-
-
-def measure(doc, kinds):
-    """Parse the flags, take windows, leave the group; return rank 0's result, or None.
-
-    doc: the program's docstring; kinds, the result: those of `take_windows`.
-    """
-    seconds = take_windows(parse_args(doc), kinds)
-    rank = dist.get_rank()
-    gc.collect()  # a DDP object must not outlive the process group
+    work = make_work(args, args.batch_size // dist.get_world_size())
+    step = make_step(args, *work)
+    seconds = [seconds_per_step(args.device, step, STEPS) for _ in range(args.epochs)]
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds[1:]))
     dist.destroy_process_group()
-    return seconds if rank == 0 else None
 
 
 if __name__ == "__main__":
-    if measured := measure(__doc__, KINDS[:1]):
-        print(json.dumps(measured[KINDS[0]]))
+    main()

@@ -1,6 +1,5 @@
-"""What all benchmarks print: the tables of their README."""
+"""What the benchmarks print: the tables of their README."""
 
-from harness.stages import features
 from harness.stages import registry
 
 
@@ -64,21 +63,6 @@ def stages_table(rows, speed):
     return table(titles, lines)
 
 
-def libraries_table(result):
-    """Return a line for each library, and for the stage that its program repeats."""
-    names = [row["stage"] for row in result["stages"]]
-    name = next(name for name in names if "torchrun" in features(name))
-    ours = {row["processes"]: row for row in result["stages"] if row["stage"] == name}
-    lines = []
-    for row in [*ours.values(), *result["libraries"]]:
-        base, speed = ours[row["processes"]], row["between_steps"]
-        cells = [row.get("program", name), str(row["processes"]), *rate(speed)]
-        cells += ["" if row is base else compared(speed, base["between_steps"])]
-        lines.append(cells)
-    titles = ["program", "processes", "images/s", "least-most", versus({"stage": name})]
-    return table(titles, lines)
-
-
 def counted_table(counted):
     """Return a line for each stage of which the steps were counted."""
     titles = ["stage", "waits per step", "collectives per step", "bytes per step"]
@@ -105,9 +89,6 @@ def show(result):
         "",
         *stages_table(rows, speed),
     ]
-    if result["libraries"]:
-        lines += ["", "With other libraries, from an epoch's first step to its last:"]
-        lines += libraries_table(result)
     most = max(row["processes"] for row in rows)
     lines += ["", f"What a step waits for, and sends, with up to {most} processes:"]
     return "\n".join([*lines, *counted_table(result["counted"])])

@@ -8,8 +8,8 @@ python -m tools.gpu [PART ...] [--out-dir DIR] [--dry-run]
     failures   the tests of dying ranks, resuming and preemption, with --device cuda
     yours      your_own_script: the check of a cluster, DDP, FSDP2, and a Llama
     benchmark  float32, TF32 and mixed precision: resnet50 on images of 224 px, and
-               resnet18 on 32 px; DDP and FSDP2 with a GPT of 200 million weights
-    probe      a step's variants, copies and loaders
+               resnet18 on 32 px
+    probe      a step's variants, and copies
     nccl       two ranks of nccl that share the GPU: programs and recipes by
                recipes/nccl_on_one_gpu.sh, and what nccl says when something is wrong
     nccl-tests  the tests of several ranks, up to four of which share the GPU
@@ -84,8 +84,6 @@ VARIANTS = (
 LARGE = ["--arch", "resnet50", "--image-size", "224", "--batch-size", "256"]
 LARGE += ["--workers", "4"]
 CIFAR = ["--arch", "resnet18", "--image-size", "32", "--batch-size", "1024"]
-GPT = ["--width", "1024", "--depth", "16", "--heads", "16", "--context-length", "1024"]
-GPT += ["--batch-size", "32", "--amp", "bf16"]
 LITTLE_TEXT = ["--text-file", f"{first_with('text')}/train.py"]  # for --dry-run
 LITTLE_TEXT += ["--width", "8", "--depth", "1"]
 
@@ -244,9 +242,9 @@ def run_tests(part, args, report, more=()):
 
 
 def benchmark(args, report):
-    """Run the benchmark on three kinds of work; return whether it ran.
+    """Run the benchmark on two kinds of work; return whether it ran.
 
-    On one H100, ResNet-50 in float32 and bf16 took 94 seconds, and the GPT 116.
+    On one H100, ResNet-50 in float32 and bf16 took 94 seconds.
     """
     good = True
     works = {"resnet50": LARGE, "resnet18": CIFAR}
@@ -270,14 +268,6 @@ def benchmark(args, report):
             good &= code == 0
             report(f"\n{name}, {variant}: exit code {code}")
             report(text)
-    flags = ["--width", "8", "--epochs", "2"] if args.dry_run else GPT
-    path = args.out_dir / "benchmark-gpt.json"
-    words = [first_with("text"), first_with("shards"), *flags]
-    words += [*once, "--device", args.device]
-    start = ["python", "-m", "benchmarks.compare_text", *words]
-    code, text = run([*start, "--json", str(path.resolve())], RUN_SECONDS)
-    good &= code == 0
-    report(f"\nGPT: exit code {code}\n{text}")
     return good
 
 
