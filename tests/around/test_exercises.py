@@ -153,11 +153,11 @@ MISTAKES = {
         (
             "outputs = self.block(inputs)\n",
             "self.block(inputs)\n        outputs = self.block(inputs)\n",
-            "in 1 steps, blocks are called [2, 2, 2] times",
+            "in 1 steps, the blocks are called [2, 2, 2] times",
         ),
     ],
     "column_row": [
-        ("gradient = gradient.clone()", "pass", "Copy's backward() changes the one th"),
+        ("gradient = gradient.clone()", "pass", "Copy's backward() sums into the tens"),
         ("total = part.clone()", "total = part", "Sum's forward() changes what it is"),
         ("[dist.get_rank()].clone()", "[dist.get_rank()]", "clone it"),
         ("linear.weight, dim=0", "linear.weight, dim=1", "Column.weight is"),
@@ -173,7 +173,7 @@ MISTAKES = {
     "pipeline": [
         ("min(stages - 1 - stage, count)", "count", "with 7 in flight at once"),
         (" / count  # the", "  # the", "a weight's gradient is off by"),
-        ("kept = deque()\n", "kept = deque()\n    like = inputs[0]\n", "SIGABRT"),
+        ("kept = deque()  #", "like = inputs[0]\n    kept = deque()  #", "SIGABRT"),
         (
             "in dist.batch_isend_irecv(operations):",
             "in [each.op(each.tensor, each.peer) for each in operations]:",
