@@ -166,31 +166,3 @@ def memory_in_two_precisions(networks, narrow=False):
     axes[1].barh(0, 0, color="0.5", ec="white", hatch="//", label="autocast")
     axes[1].legend(loc="lower right", fontsize=12)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "6e-8 to 65,504": "6e-8 到 65504",
-    "{}e{} to {}": "{}e{} 到 {}",
-    "exponent": "指数",
-    "fraction": "尾数",
-    "sign": "符号位",
-    "one box per bit": "每格一位",
-    "only inside products": "只在乘法内部使用",
-    "powers of ten (pale: fewer digits)": "10 的幂次（浅色：有效位数变少）",
-    "16 bits": "16 位",
-    "all-reduce\nto .grad": "all-reduce\n写入 .grad",
-    "× scale": "× 缩放\n因子",
-    "÷ scale": "÷ 缩放\n因子",
-    "becomes zero in float16": "在 float16 中变成零",
-    "gradient": "梯度",
-    "log2 of the magnitude": "绝对值的 log2",
-    "loses digits": "有效位数变少",
-    "times 2^16": "乘以 2^16",
-    "loss scale": "缩放因子",
-    "overflow: step skipped": "上溢：跳过这个 step",
-    "MiB, each network to its own scale": "MiB（两个网络的比例尺不同）",
-    "convolutions, batch of {}": "卷积网络，batch size 为 {}",
-    "wide layers, batch of {}": "宽的线性层，batch size 为 {}",
-    "optimizer": "优化器状态",
-}

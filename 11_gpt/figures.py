@@ -45,13 +45,3 @@ def a_window_and_its_targets(narrow=False):
     right.set(xlim=(-1.8, length + 0.2), ylim=(-0.2, length + 2.2), aspect="equal")
     right.axis("off")
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "8 predictions in one window": "一个窗口中的 8 次预测",
-    "an input": "每个输入",
-    "inputs": "输入",
-    "sees these inputs": "能看到这些输入",
-    "targets": "目标",
-}

@@ -248,37 +248,3 @@ def passes_of_schedules(schedules):
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "backward, for the gradient dx of x": "反向：求 x 的梯度 dx",
-    "forward: {}": "前向：{}",
-    "partial\nsums": "部分和",
-    "all q, then all k, then all v": "先排全部 q，再排全部 k，最后排全部 v",
-    "attention": "注意力",
-    "attention, with four heads: 1 to 4": "注意力（四个头：1 到 4）",
-    "{} of head {}": "头 {1} 的 {0}",
-    "{}:\ncolumns of\n{} and {}": "{}：\n头 {} 和 {}\n的列",
-    "{}:\nrows of\n{} and {}": "{}：\n头 {} 和 {}\n的行",
-    "rank 0:\nall q, and\nk of two heads": "rank 0：\n全部 q、\n两个头的 k",
-    "rank 1:\nk of two heads,\nand all v: no error": (
-        "rank 1：\n两个头的 k、\n全部 v，却不报错"
-    ),
-    "rank {}:\nwhole heads": "rank {}：\n完整的头",
-    "rows of qkv, head by head": "qkv 的行，按头排列",
-    '"dp": weights and\ngradients (FSDP),\nacross machines': (
-        "dp 组：权重和\n梯度（FSDP），\n跨机器"
-    ),
-    '"tp": activations, within a machine': "tp 组：激活值，在一台机器内",
-    "of layers:": "各层：",
-    "samples {}": "样本 {}",
-    "shard {}": "分片 {}",
-    "interleaved 1F1B: bubble {}": "交错式 1F1B：气泡 {}",
-    "interleaved 1F1B": "交错式 1F1B",
-    "{}: bubble {}": "{}：气泡 {}",
-    "process {}": "进程 {}",
-    "micro-batches in flight on process {}": "进程 {} 上在途的微批数",
-    "forward, second part": "前向，第二段",
-    "backward, second part": "反向，第二段",
-}

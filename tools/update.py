@@ -18,7 +18,6 @@ from tools import notebooks
 from tools import pages
 from tools import record_steps
 from tools import stale
-from tools import zh
 from tools.propagate import propagate
 
 
@@ -94,7 +93,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--no-runs", action="store_true", help="run no notebook")
     args = parser.parse_args()
-    steps = Steps(6)
+    steps = Steps(5)
     steps.run("carry edited stages to those that build on them", propagate, ROOT)
     steps.run("listings, diffs and pictures of the notebooks", show_again)
     left = steps.run(
@@ -102,11 +101,8 @@ def main():
     )
     steps.run("record the steps of the site, if they are stale", record)
     steps.run("lists of stages, docs/faults.md, pictures of the pages", pages.main)
-    waiting, wrong = steps.run(
-        "carry over to Chinese", zh.carry_over, zh.translations()
-    )
-    print("\nleft for a person:" if left or waiting or wrong else "\nnothing is left")
-    for line in [*left, *waiting, *wrong]:
+    print("\nleft for a person:" if left else "\nnothing is left")
+    for line in left:
         print(f"- {line}")
     print("then: make check")
 

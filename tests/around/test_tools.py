@@ -131,7 +131,7 @@ def tree(tmp_path):
         changed = ("three = 3", "three = 33") if name in ("03_c", "05_e") else ("", "")
         (tmp_path / name / "train.py").write_text(SCRIPT.replace(*changed))
         base = f'builds_on = "{before}"\n' if before else ""
-        texts = "".join(f'{key} = ""\n' for key in ("teaches", "teaches_zh", "command"))
+        texts = "".join(f'{key} = ""\n' for key in ("teaches", "command"))
         entries.append(f'[[stage]]\nname = "{name}"\n{base}{texts}features = []\n')
     (tmp_path / "stages.toml").write_text("\n".join(entries))
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
@@ -416,19 +416,16 @@ def test_the_front_pages_say_which_stage_each_builds_on(monkeypatch):
         known[name] = SimpleNamespace(**fields)
     monkeypatch.setattr(pages, "registry", lambda: known)
     said = "except 03, which builds on 01, and 04, which builds on 02. You can skip 03."
-    assert pages.builds_on(chinese=False).endswith(said)
-    chinese = pages.builds_on(chinese=True)
-    assert "除 03 以 01 为基础、04 以 02 为基础外，" in chinese
-    assert chinese.endswith("。03 可以跳过。")
+    assert pages.builds_on().endswith(said)
 
 
 def test_make_pages_draws_the_pictures_of_docs_as_they_are():
-    found = [path for name in picture.PICTURES for path in picture.paths(name)]
-    assert {*found} == {*(ROOT / "docs").glob("*.png")}
-    for name in picture.PICTURES:
-        for path in picture.paths(name):
-            stored = picture.stored_text(path)
-            assert stored == picture.source(name), f"{path.name}: type `make pages`"
+    found = dict(picture.of_docs())
+    assert found.keys() == {*(ROOT / "docs").glob("*.png")}
+    for path, now in found.items():
+        stored = path.read_bytes()
+        if picture.version(stored) == picture.version(now):
+            assert picture.newer(stored, now) == stored, f"{path.name}: `make update`"
 
 
 def test_the_tests_of_the_faults_check_what_the_page_says():

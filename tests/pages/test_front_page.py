@@ -14,6 +14,7 @@ from torch.distributed.tensor import zeros
 
 from harness import commands
 from harness.stages import ROOT
+from harness.stages import stages
 from tests.conftest import only_in_release
 from tests.training import losses
 
@@ -46,11 +47,18 @@ def test_the_diff_shows_lines_of_both_scripts():
         assert shown in before or line[0] == "+", line
 
 
+def test_the_chinese_front_page_names_every_stage_and_no_file_that_is_not_there():
+    text = (ROOT / "README.zh-CN.md").read_text()
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert {f"{stage}/{stage}.ipynb" for stage in stages()} <= {*links}
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_the_commands_to_try_work_on_so_many_processes(processes, tmp_path):
-    install, enter, *commands = TRY.splitlines()
+    install, enter, *typed = TRY.splitlines()
     assert (install, enter) == ("pip install torch", "cd your_own_script")
-    alone, several, check = commands
+    alone, several, check = typed
     assert alone.startswith("python ") and several.startswith("torchrun ")
     several = several.replace("per-node=2", f"per-node={processes}")
     (tmp_path / "work").mkdir()
