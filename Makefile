@@ -16,7 +16,7 @@ WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check update lock notebooks diff propagate site zh zh-notebooks gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -30,12 +30,8 @@ help:
 	@echo "make update           after an edit: do all below that it made stale (RUNS=no)"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
 	@echo "make notebooks SHOW=1 only their listings, diffs and pictures"
-	@echo "make pages            write the lists of stages and docs/faults.md, draw docs/*.png"
-	@echo "make sizes            print how long scripts, notebooks, pages and recipes are"
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
-	@echo "make new-stage NAME=15_x  begin a stage (FROM=NN: it builds on that one)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
-	@echo "make steps            record tools/site/steps.json, a training step of some stages"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build/html"
 	@echo "make zh               bring the Chinese catalogs up to date; lists what waits (NEW=docs/...)"
 	@echo "make zh-notebooks     write Chinese notebooks, NAME.zh-CN.ipynb, to run"
@@ -45,7 +41,6 @@ help:
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make torchft          install torchft in .venv-torchft and run its test"
 	@echo "make lock             write requirements.lock: the versions that pip gives today"
-	@echo "make exits            start each launched stage 100 times; count the failures"
 
 # The scripts run with Python 3.10, too; the tools and the tests read stages.toml by tomllib.
 is_recent = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -107,23 +102,11 @@ lock: $(INSTALLED)
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)
 
-pages: $(INSTALLED)
-	$(PY) -m tools.pages
-
-sizes: $(INSTALLED)
-	@$(PY) -m tools.sizes
-
 diff:
 	@$(ANY_PYTHON) -m tools.diff $(addprefix --from=,$(A)) $(B)
 
 propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
-
-new-stage: $(INSTALLED)
-	@$(PY) -m tools.new_stage $(addprefix --from=,$(FROM)) $(NAME)
-
-steps: $(INSTALLED)
-	$(PY) -m tools.record_steps
 
 # In English, in Chinese, and what searches both. A warning is an error.
 SPHINX = $(SITE_PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto -c tools/site
@@ -147,9 +130,6 @@ zh: $(SITE_INSTALLED)
 
 zh-notebooks: $(SITE_INSTALLED)
 	@$(SITE_PY) tools/site/zh_notebooks.py
-
-exits: $(INSTALLED)
-	$(PY) -m pytest -m long tests/stages/test_exits.py -s
 
 # Nothing is installed: the machine need not reach the internet.
 gpu:

@@ -1,12 +1,11 @@
-"""`make pages`: write what follows from stages.toml and the tests' marks.
+"""Writes what follows from stages.toml and the tests' marks.
 
-These are the stages in README.md, docs/faults.md, llms.txt and the pictures of docs/.
+These are the stages in README.md, docs/faults.md and the pictures of docs/.
 test_tools.py fails if one is stale.
 
 python -m tools.pages
 """
 
-import re
 from itertools import pairwise
 
 from harness.stages import ROOT
@@ -17,19 +16,6 @@ from tools import picture
 
 START, END = "<!-- stages -->\n", "<!-- end of stages -->\n"
 README = ROOT / "README.md"
-LLMS = ROOT / "llms.txt"
-HEAD = (
-    "# Distributed training in PyTorch",
-    "",
-    "> From one GPU to several, to a cluster with Slurm, and to models that do not fit "
-    "on one GPU: complete scripts, and pages whose claims are run and tested.",
-    "",
-    "[SKILL.md](SKILL.md) says how to help somebody with it. Messages and faults are "
-    "in [docs/symptoms.md](docs/symptoms.md).",
-    "",
-    "## Questions",
-    "",
-)
 
 
 def stage_list():
@@ -57,19 +43,6 @@ def builds_on():
     return f"Each builds on the one before it, except {', and '.join(others)}.{skip}"
 
 
-def for_assistants():
-    """Return llms.txt: what an assistant may read, by the form of llmstxt.org."""
-    questions = (ROOT / "docs/questions.md").read_text().splitlines()
-    lines = [line for line in questions if line.startswith("- [")]
-    lines = [re.sub(r"\]\((?!\.\./)", "](docs/", line) for line in lines]
-    lines = [line.replace("](../", "](") for line in lines]
-    known = [
-        f"- [{s.name}]({s.name}/{s.name}.ipynb): {s.teaches}"
-        for s in registry().values()
-    ]
-    return "\n".join([*HEAD, *lines, "", "## The stages", "", *known, ""])
-
-
 def pages():
     """Return {path: what its text should be} for the pages, except the pictures.
 
@@ -78,8 +51,7 @@ def pages():
     above, rest = README.read_text().split(START)
     _, below = rest.split(END)
     readme = above + START + stage_list() + END + below
-    found = {fault_table.PAGE: fault_table.page(), LLMS: for_assistants()}
-    return found | {README: readme}
+    return {fault_table.PAGE: fault_table.page(), README: readme}
 
 
 def main():

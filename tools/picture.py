@@ -5,8 +5,6 @@ nothing has changed to the eye, the stored picture stays as it is.
 """
 
 import base64
-import functools
-import importlib.util
 import io
 import json
 from importlib import import_module
@@ -68,23 +66,14 @@ def draw_all():
 
 
 # ---- of notebooks --------------------------------------------------------------------
-@functools.cache
-def module(path):
-    """Return the module of a file such as 03_ddp_launch/figures.py."""
-    name = path.replace("/", ".").removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def drawn_by(output):
     """Return (function, arguments) of a notebook's output, or None if none is kept."""
     kept = output.get("metadata", {})
     if "picture" not in kept:
         return None
     path, _, name = kept["picture"].partition(":")
-    return getattr(module(path), name).__wrapped__, json.loads(kept["arguments"])
+    module = import_module(path.removesuffix(".py").replace("/", "."))
+    return getattr(module, name).__wrapped__, json.loads(kept["arguments"])
 
 
 def stored_in(output):

@@ -126,7 +126,7 @@ def printed(cell):
 # ---- which there are -----------------------------------------------------------------
 def test_every_stage_has_a_notebook():
     missing = {*map(main_notebook, stages())} - {*ALL}
-    assert not missing, f"missing: {missing}; `make new-stage` writes one"
+    assert not missing, f"missing: {missing}"
     assert {notebook.split("/")[0] for notebook in ALL} == set(stages())
     explain_slurm = {main_notebook(first_with(name)) for name in ("slurm", "signals")}
     assert explain_slurm <= set(USES_SLURM)

@@ -33,8 +33,6 @@ highlight_language = "text"  # of blocks that do not name one: commands, tables
 # The notebooks are shown with the outputs that they are stored with.
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show the setup"  # see prepare
-nb_code_prompt_hide = "Hide the setup"
 
 myst_heading_anchors = 6  # links to headings, by the names that GitHub gives them
 myst_enable_extensions = []  # no formulas: MathJax would come from another host
@@ -48,7 +46,7 @@ copybutton_selector = (
 
 html_theme = "sphinx_book_theme"
 html_theme_options = {
-    "article_header_start": ["toggle-primary-sidebar.html", "language.html"],
+    "article_header_end": ["language.html", "article-header-buttons.html"],
     "footer_content_items": [],
     "home_page_in_toc": True,
     "navbar_persistent": [],
@@ -78,6 +76,8 @@ ogp_social_cards = {"enable": False}
 is_chinese = tags.has("zh")  # noqa: F821, Sphinx defines it
 language = "zh_CN" if is_chinese else "en"
 html_title = "PyTorch 分布式训练" if is_chinese else project
+nb_code_prompt_show = "显示准备代码" if is_chinese else "Show the setup"  # see prepare
+nb_code_prompt_hide = "隐藏准备代码" if is_chinese else "Hide the setup"
 locale_dirs = ["docs/locale"]
 gettext_compact = False  # a catalog for each page
 gettext_location = False  # no line numbers, which every edit would change

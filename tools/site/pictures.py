@@ -7,7 +7,6 @@ of the English one, so a picture that has changed cannot be shown with an old on
 python tools/site/pictures.py
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -37,11 +36,6 @@ FONTS = (
 
 def chinese_font():
     """Return the first of FONTS that is installed, or None."""
-    known = {*font_manager.get_font_names()}
-    # Matplotlib's list may be old.
-    for path in [] if known & {*FONTS} else font_manager.findSystemFonts():
-        with contextlib.suppress(OSError, RuntimeError):  # it cannot read some
-            font_manager.fontManager.addfont(path)
     installed = {*font_manager.get_font_names()}
     return next((name for name in FONTS if name in installed), None)
 
