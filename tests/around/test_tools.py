@@ -1,6 +1,6 @@
 """`make update` carries an edit on and finds what is stale, as CONTRIBUTING.md says.
 
-And what README.md shows of `make demo`, the pages that are generated, `make gpu`.
+And what README.md says of `make demo`, the pages that are generated, `make gpu`.
 """
 
 import re
@@ -161,26 +161,18 @@ def test_the_pages_name_only_targets_of_make(page):
         assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.M), target
 
 
-SHOWN = re.findall(r"^\| (\d\d_.*) \|$", (ROOT / "README.md").read_text(), re.M)
-SHOWN = [tuple(line.split(" | ")) for line in SHOWN]
-
-
 @pytest.mark.parametrize(
     "wanted",
     [first_with("images"), only_in_ci(first_with("torchrun")), only_in_release("")],
 )
-def test_the_demo_ends_with_the_table_that_readme_shows_in_part(wanted):
-    """The one of a stage, or of all; each difference may be another one, as tiny."""
+def test_the_demo_ends_with_a_table_of_equal_weights(wanted):
+    """Of a stage, or of all: each trains the weights of one process."""
     done = commands.run(f"python -m tools.demo {wanted}", seconds=600)
     _, *rows = done.stdout.rpartition("\nstage ")[2].split("\n\n")[0].splitlines()
     assert rows[-1].split()[0] == (wanted or stages()[-1])
-    printed = {}
-    for name, _, processes, _, _, loss, accuracy, _, difference in map(str.split, rows):
-        printed[name, processes, loss, accuracy] = float(difference)
-    shown = [row for row in SHOWN if not wanted or row[0] == wanted]
-    assert len(shown) == (1 if wanted else len(SHOWN)) and len(SHOWN) >= 5
-    for *row, difference in shown:
-        assert max(printed[tuple(row)], float(difference)) <= 1e-11
+    differences = [float(row.split()[-1]) for row in rows]
+    assert differences[0] == 0 and max(differences) <= 1e-11
+    assert float(rows[-1].split()[6]) >= (95 if wanted else 25)
 
 
 def test_make_gpu_names_what_exists(tmp_path):

@@ -89,7 +89,7 @@ figure_language_filename = "/docs/locale/{language}/pictures/{basename}{ext}"
 # ---- the order of the pages ----------------------------------------------------------
 START = ["docs/running", "docs/questions", "your_own_script/README"]
 START += ["check_yours/README", "exercises/README"]
-FAILS = ["docs/first_aid", "docs/symptoms", "docs/nccl_log", "docs/faults"]
+FAILS = ["docs/first_aid", "docs/symptoms", "docs/faults"]
 LAST = ["recipes/README", "other_libraries/README", "benchmarks/README", "CONTRIBUTING"]
 
 
