@@ -109,7 +109,8 @@ propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
 
 # In English, in Chinese, and what searches both. A warning is an error.
-SPHINX = $(SITE_PY) -m sphinx --quiet --fail-on-warning --keep-going --jobs auto -c tools/site
+SPHINX = $(SITE_PY) -m sphinx --quiet --jobs auto -c tools/site
+STRICTLY = --fail-on-warning --keep-going
 
 site: $(SITE_INSTALLED)
 	@$(SITE_PY) -c 'import matplotlib, myst_nb, pagefind, sphinx_book_theme, sphinx_copybutton, sphinxext.opengraph' 2>/dev/null \
@@ -118,13 +119,14 @@ site: $(SITE_INSTALLED)
 	@echo "building the site: two minutes on two idle CPU cores"
 	@$(SITE_PY) tools/site/catalogs.py
 	@$(SITE_PY) tools/site/pictures.py
-	@$(SPHINX) -d docs/_build/doctrees . docs/_build/html
-	@$(SPHINX) -d docs/_build/doctrees-zh -t zh . docs/_build/html/zh_CN
+	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees . docs/_build/html
+	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees-zh -t zh . docs/_build/html/zh_CN
 	@$(SITE_PY) -m pagefind --site docs/_build/html --root-selector article --quiet
 	@echo "open docs/_build/html/index.html; the search needs a server:"
 	@echo "$(SITE_PY) -m http.server -d docs/_build/html"
 
 zh: $(SITE_INSTALLED)
+	@rm -rf docs/_build/gettext
 	@$(SPHINX) -b gettext -d docs/_build/doctrees-gettext . docs/_build/gettext
 	@tools/site/merge_catalogs.sh docs/_build/gettext $(NEW)
 
