@@ -64,14 +64,6 @@ html_use_index = False
 html_search_language = "en"  # not used: _templates/search.html asks Pagefind
 templates_path = ["_templates"]
 
-# The address of the site, and of the files that are no pages, which the workflow knows
-# (.github/workflows/site.yml). Elsewhere, links to such files lead to copies.
-html_baseurl = os.environ.get("SITE_URL", "")
-FILES = os.environ.get("FILES_URL", "")
-ogp_site_url = html_baseurl
-ogp_enable_meta_description = True
-ogp_social_cards = {"enable": False}
-
 # ---- Chinese -------------------------------------------------------------------------
 is_chinese = tags.has("zh")  # noqa: F821, Sphinx defines it
 language = "zh_CN" if is_chinese else "en"
@@ -85,6 +77,16 @@ translation_progress_classes = "untranslated"  # site.css marks these paragraphs
 # docs/*.png by their names, pictures of notebooks by the SHA-256 of the English one:
 # tools/site/pictures.py draws them.
 figure_language_filename = "/docs/locale/{language}/pictures/{basename}{ext}"
+
+# The address of the site, and of the files that are no pages, which the workflow knows
+# (.github/workflows/site.yml). Elsewhere, links to such files lead to copies.
+html_baseurl = os.environ.get("SITE_URL", "")
+if html_baseurl and is_chinese:
+    html_baseurl += "zh_CN/"
+FILES = os.environ.get("FILES_URL", "")
+ogp_site_url = html_baseurl
+ogp_enable_meta_description = True
+ogp_social_cards = {"enable": False}
 
 # ---- the order of the pages ----------------------------------------------------------
 START = ["docs/running", "docs/questions", "your_own_script/README"]
