@@ -121,7 +121,7 @@ site: $(SITE_INSTALLED)
 	@$(SITE_PY) tools/site/pictures.py
 	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees . docs/_build/html
 	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees-zh -t zh . docs/_build/html/zh_CN
-	@$(SITE_PY) -m pagefind --site docs/_build/html --root-selector article --quiet
+	@$(SITE_PY) -m pagefind --site docs/_build/html --root-selector article --exclude-selectors .headerlink --quiet
 	@echo "open docs/_build/html/index.html; the search needs a server:"
 	@echo "$(SITE_PY) -m http.server -d docs/_build/html"
 
