@@ -56,12 +56,9 @@ def ddp_step_on_four_gpus(narrow=False):
 
 @picture
 @readable
-def collectives(narrow=False):
+def collectives():
     """Draw what three ranks hold before and after four collectives; ?: undefined."""
-    if narrow:
-        _, axes = plt.subplots(3, 2, figsize=(6, 6.6))
-    else:
-        _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
+    _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
     total = "1 + 2 + 3"
     held = {
         "before": ("1", "2", "3"),
@@ -88,11 +85,11 @@ def collectives(narrow=False):
 
 @picture
 @readable
-def star_and_ring(narrow=False):
+def star_and_ring():
     """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
     places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
     row = [(0, 0.9), (-1.15, -0.7), (0, -0.7), (1.15, -0.7)]  # rank 0 above the others
-    star, ring, curves = panels(3, 3, narrow)
+    star, ring, curves = panels(3, 3)
     for axis, title in ((star, "all through rank 0"), (ring, "a ring")):
         axis.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal", title=title)
         axis.axis("off")

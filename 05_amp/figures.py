@@ -13,7 +13,7 @@ from nbtools.drawing import picture
 
 
 @picture
-def number_formats(narrow=False):
+def number_formats():
     """Draw the bits of four number formats, and the magnitudes that each can hold."""
     formats = {  # bits of exponent and fraction, smallest number, text
         "float32": (8, 23, 2.0**-149, "1e-45 to 3e38"),
@@ -22,7 +22,7 @@ def number_formats(narrow=False):
         "float16": (5, 10, 2.0**-24, "6e-8 to 65,504"),
     }
     parts = {"sign": "tab:gray", "exponent": "tab:orange", "fraction": "tab:blue"}
-    left, right = panels(2, 3.2, narrow, width_ratios=(1.15, 1))
+    left, right = panels(2, 3.2, width_ratios=(1.15, 1))
     for row, (name, (exponent, fraction, least, text)) in enumerate(formats.items()):
         start = 0
         for bits, color in zip((1, exponent, fraction), parts.values(), strict=True):
@@ -45,7 +45,7 @@ def number_formats(narrow=False):
     left.set(title="one box per bit", xticks=[])
     left.set_yticks(range(4), formats, size=12)
     right.set_title("powers of ten (pale: fewer digits)")
-    right.set_yticks(range(4) if narrow else [], formats if narrow else [], size=12)
+    right.set_yticks([])
     right.tick_params(axis="x", labelsize=12)
     for axis in (left, right):
         axis.invert_yaxis()
@@ -138,13 +138,13 @@ def loss_scales(scales):
 
 
 @picture
-def memory_in_two_precisions(networks, narrow=False):
+def memory_in_two_precisions(networks):
     """Plot what a training step of some networks needs, without autocast and with it.
 
     networks: {title: {kind of memory: (MiB in float32, MiB under autocast)}}. A bar's
     length is its fraction of the sum in float32; the number beside it is in MiB.
     """
-    axes = panels(len(networks), 3.6, narrow, sharex=True, sharey=True)
+    axes = panels(len(networks), 3.6, sharex=True, sharey=True)
     for axis, (title, kinds) in zip(axes, networks.items(), strict=True):
         total = sum(before for before, _ in kinds.values()) / 100
         for row, (kind, sizes) in enumerate(kinds.items()):

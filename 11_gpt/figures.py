@@ -8,11 +8,11 @@ from nbtools.drawing import picture
 
 
 @picture
-def a_window_and_its_targets(narrow=False):
+def a_window_and_its_targets():
     """Draw a window of a text, its targets, and which bytes each position may see."""
     window = "Each rank"
     length = len(window) - 1
-    left, right = panels(2, 3, narrow, width_ratios=(1.5, 1))
+    left, right = panels(2, 3, width_ratios=(1.5, 1))
     for row, (name, letters, color) in enumerate(
         (("targets", window[1:], "tab:brown"), ("inputs", window[:-1], "tab:gray"))
     ):

@@ -67,11 +67,8 @@ def canvas(height, xlim, ylim):
     return axis
 
 
-def panels(number, height, narrow, **options):
-    """Return the axes of panels beside each other, or for a phone below each other."""
-    if narrow:
-        options.pop("width_ratios", None)
-        return plt.subplots(number, 1, figsize=(6, number * height), **options)[1]
+def panels(number, height, **options):
+    """Return the axes of panels beside each other."""
     return plt.subplots(1, number, figsize=(10, height), **options)[1]
 
 
