@@ -278,7 +278,8 @@ class ArgumentParser(argparse.ArgumentParser):
             "--out-dir",
             may_differ=True,
             type=metrics_dir,
-            help="write metrics.jsonl, last.pt and best.pt here after every epoch",
+            help="write metrics.jsonl, last.pt and best.pt here after every epoch; one"
+            " directory per run",
         )
         add(
             "--evaluate",

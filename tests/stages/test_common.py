@@ -615,7 +615,8 @@ def test_an_epoch_that_cannot_be_written_is_one_line(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"epoch 2: {tmp_path} not written \(.+\)", line)
+    why = "File too large"  # torch's own words are "unexpected pos 768 vs 662"
+    assert re.fullmatch(rf"epoch 2: {tmp_path} not written \(.*{why}\)", line)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert save_epoch(tmp_path, 3, 60.0)
     assert [row["epoch"] for row in weights.read_metrics(tmp_path)] == [1, 3]
@@ -663,32 +664,30 @@ def test_a_file_that_holds_an_object_names_its_class(tmp_path):
             weights.load(path)
 
 
-def test_a_pointer_of_git_lfs_is_a_value_error(tmp_path):
+def test_the_processes_of_a_machine_share_a_file_of_weights(tmp_path, monkeypatch):
+    """It is mapped into their memory: otherwise each holds all of it for a moment."""
     path = tmp_path / "last.pt"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
-    with pytest.raises(ValueError, match="last.pt is a pointer of Git LFS; `git lfs"):
+    model, mapped = nn.Linear(3, 2), []
+    weights.save(model.state_dict(), path)
+
+    def load(state):
+        mapped.append(str(path) in Path("/proc/self/maps").read_text())
+        nn.Module.load_state_dict(model, state)
+
+    monkeypatch.setattr(model, "load_state_dict", load)
+    weights.load_weights(model, path)
+    assert mapped == [True]
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    """What damage is found, test_checkpoint.py shows: both are read alike."""
+    path = tmp_path / "last.pt"
+    weights.save({"w": torch.arange(100.0)}, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="^.*last.pt is damaged: the checksum of"):
         weights.load(path)
-
-
-def test_a_damaged_file_is_a_value_error(tmp_path):
-    """Whichever bit is flipped, unless nothing is read from there."""
-    path = tmp_path / "last.pt"
-    weights.save({"w": torch.arange(100.0), "b": torch.zeros(3)}, path)
-    whole, right = path.read_bytes(), weights.load(path)
-    found = 0
-    for position in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 4
-        path.write_bytes(damaged)
-        try:
-            state = weights.load(path)
-        except ValueError as error:
-            assert re.search("last.pt is (damaged|missing)", str(error))
-            found += 1
-        else:
-            assert state.keys() == right.keys()
-            assert all(torch.equal(state[name], right[name]) for name in right)
-    assert found > 400  # the numbers alone
 
 
 def test_weights_of_another_model_are_a_value_error(tmp_path):

@@ -133,7 +133,7 @@ def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG00
         job.forks[1].join(LIMIT)
         assert run.latest() == 3
         assert exit_codes(job.wait()) == [STOPPED] * 2
-    assert not list(run.checkpoint_dir.glob(".*"))
+    assert not list(run.checkpoint_dir.glob(".step-*"))
 
 
 # ---- loading, evaluating, ending -----------------------------------------------------
@@ -308,10 +308,15 @@ register_optimizer_step_post_hook(wait)
 
 
 @pytest.mark.parametrize(
-    "stop, saved", [(signal.SIGTERM, [3]), only_in_release(signal.SIGINT, [])]
+    "stop, saved",
+    [
+        (signal.SIGTERM, [3]),
+        only_in_release(signal.SIGINT, []),
+        only_in_release(signal.SIGHUP, []),
+    ],
 )
 def test_torchrun_is_stopped(stop, saved, run, two, reference, tmp_path):
-    """It hands the signal on to the ranks, which save at SIGTERM and not at Ctrl-C."""
+    """It hands the signal on to the ranks, which save at SIGTERM and at no other."""
     root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_3)
     with run.start(root=root, forks=False) as job:
         job.wait_for("in step 3", times=two)

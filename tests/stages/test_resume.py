@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,9 +38,11 @@ from tests.fault_injection import in_folder
 from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import no_large_files
+from tests.fault_injection import no_step
 from tests.fault_injection import read_only_from
 from tests.fault_injection import signalled_at_file
 from tests.fault_injection import signalled_while_evaluating
+from tests.fault_injection import with_flags
 from tests.resume_harness import EVERY_4
 from tests.resume_harness import SAMPLES
 from tests.resume_harness import STEPS
@@ -543,6 +546,65 @@ def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, two, fault):  # 
     assert stopped.files() == before
 
 
+# ---- before anything is read or written ----------------------------------------------
+@pytest.mark.fault(
+    since="checkpoints",
+    what="one rank is started with other flags, or has other training data",
+    sees="`train.py: error: ... rank 0... all ranks ...`: one line that names the flag"
+    " or the data; exit code 2",
+    lost="nothing is written or removed",
+)
+@pytest.mark.parametrize(
+    "stage, flag, named",
+    [
+        (STAGE, "--lr", "--lr is 0.05 on rank 0, and 0.3 on rank 1"),
+        (IN_FOLDERS, "--text-file", "the training data of rank 1 is not that of rank"),
+        only_in_release(SPLITS, "--checkpoint-every", "--checkpoint-every is 4 on"),
+    ],
+)
+def test_ranks_that_differ_do_not_start(
+    stage, flag, named, two, device, tmp_path, fault
+):
+    """Otherwise their weights drift apart, without an error, or they hang."""
+    run = Run(stage, tmp_path, device, *EVERY_4, processes=two)
+    value = {"--lr": "0.3", "--checkpoint-every": "3"}.get(flag)
+    if flag == "--text-file":
+        value = tmp_path / "text.txt"
+        theirs = Path(run.flags[run.flags.index(flag) + 1]).read_bytes()
+        value.write_bytes(b"\0" + theirs[1:])
+    done = run.run(code=2, prepare=partial(with_flags, flag, str(value)))
+    for one in done.ranks:
+        assert_one_error_line(one, named)
+        fault.assert_seen(one.stderr)
+    assert not run.checkpoint_dir.exists()
+
+
+@pytest.mark.fault(
+    since="checkpoints",
+    what="a second run is started with the same `--checkpoint-dir`",
+    sees="`train.py: error: --checkpoint-dir: another run is using ...; wait for its"
+    " end, or name another directory`; exit code 2",
+    lost="nothing; but if the file system has no locks, both train, and each replaces"
+    " the other's checkpoints",
+)
+def test_a_second_run_in_one_directory_does_not_start(several, device, tmp_path, fault):
+    """Also with the same flags: both could not remove each other's checkpoints."""
+    first = Run(STAGE, tmp_path, device, *EVERY_4, processes=several)
+    second = Run(STAGE, tmp_path, device, "--seed", "9", processes=several)
+    second.folder, ends = tmp_path / "second", tmp_path / "ends"
+    waiting = partial(no_step, None, ends)
+    with first.start(prepare=waiting) as job:
+        job.wait_for("an optimizer step", times=several)
+        done = second.run(code=2)
+        ends.touch()
+        job.wait()
+    for one in done.ranks:
+        assert_one_error_line(one, "--checkpoint-dir: another run is using")
+        fault.assert_seen(one.stderr)
+    first.run()  # the lock has gone with the process
+    assert first.steps() == [20, 16]
+
+
 # ---- whose checkpoint it is ----------------------------------------------------------
 each_kind = pytest.mark.parametrize(
     "stage",
@@ -603,7 +665,9 @@ def with_another_weight(path):
     """Make of a checkpoint one of the same run and step that differs."""
     if path.is_dir():
         manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+        del manifest["digest"]
         manifest["id"] = "of another save"
+        manifest["digest"] = checkpoint.digest_of(manifest)
         (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     else:
         state = read_state(path)
@@ -698,7 +762,7 @@ def test_a_full_disk_ends_no_run(stopped, trained, fault):
     done = stopped.run(prepare=partial(no_large_files, most))
     rank_0, *others = done.ranks
     fault.assert_seen(rank_0.stderr)
-    pattern = r"^step (\d+): checkpoint not written \(.+\)$"
+    pattern = r"^step (\d+): checkpoint not written \(.*File too large\)$"
     assert re.findall(pattern, rank_0.stderr, re.M) == ["8", "10", "12", "16", "20"]
     assert not any("not written" in one.stderr for one in others)
     assert stopped.files() == before
@@ -714,7 +778,8 @@ def disk(tmp_path):
     if subprocess.run(words, check=False).returncode:
         pytest.skip("mount needs root")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    while folder.is_mount():
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.fault(
@@ -735,7 +800,7 @@ def test_a_disk_that_becomes_read_only_ends_no_run(
     fault.assert_seen(printed)
     pattern = r"^step (\d+): checkpoint not written \(.*Read-only file system.*\)$"
     assert re.findall(pattern, printed, re.M) == ["8", "10", "12", "16", "20"]
-    (path,) = (disk / "checkpoints").iterdir()
+    (path,) = (disk / "checkpoints").glob("step-*")
     assert step_of(path) == read_state(path)["step"] == 4
     assert_same(run.out_dir, uninterrupted(trained, stage, two))
 

@@ -350,6 +350,56 @@ def test_a_job_that_saved_nothing_is_not_requeued(cluster, tmp_path):
     assert job.show()["Restarts"] == "0"
 
 
+@pytest.mark.usefixtures("grace_time")
+def test_a_job_preempted_while_it_loads_is_requeued(cluster, tmp_path):
+    """It has no checkpoint; that it was preempted is not its fault."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, time\n"
+        "print('loading', flush=True)\n"
+        "time.sleep(0 if 'SLURM_RESTART_COUNT' in os.environ else 1000)\n"
+    )
+    job = cluster.submit(SIGNALS, cwd=tmp_path, SCRIPT=script)
+    job.wait_for("loading", times=2)
+    words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
+    cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+    job.wait("COMPLETED")
+    assert "requeued, to resume from its beginning" in job.log()
+    assert job.show()["Restarts"] == "1"
+
+
+@pytest.mark.release
+def test_a_new_checkpoint_is_one_by_its_time(cluster, tmp_path):
+    """Not by its name: a later one may be corrupt, and step-best.pt a copy."""
+    script, saved = tmp_path / "train.py", tmp_path / "own"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    pathlib.Path(sys.argv[2], 'step-000000008.pt').touch()\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('training', flush=True)\n"
+        "time.sleep(0 if 'SLURM_RESTART_COUNT' in os.environ else 1000)\n"
+    )
+    saved.mkdir()
+    for name in ("step-000000009.pt", "step-best.pt"):
+        (saved / name).write_text("not a checkpoint")
+    job = cluster.submit(SIGNALS, cwd=tmp_path, SCRIPT=script, CHECKPOINT_DIR="own")
+    job.wait_for("training", times=2)
+    job.send_time_limit_signal()
+    job.wait("COMPLETED")
+    assert "requeued, to resume from own/step-000000008.pt" in job.log()
+
+
+def test_a_flag_that_the_job_file_sets_itself_is_refused(tmp_path):
+    """Otherwise it would be ignored, and the checkpoints would be elsewhere."""
+    words = ["bash", ROOT / SIGNALS / "job.sbatch", "--checkpoint-dir=mine"]
+    done = commands.run(words, code=2, cwd=tmp_path, SLURM_JOB_ID="1")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("CHECKPOINT_DIR=... in front of sbatch names the directory")
+    assert not list(tmp_path.iterdir())
+
+
 # ---- jobs that end early -------------------------------------------------------------
 @pytest.mark.release
 @pytest.mark.fault(
