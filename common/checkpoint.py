@@ -86,16 +86,15 @@ def identity(flags, data_set):
 
     flags: {name: value}, those that decide what is learned; data_set: of training.
     """
-    known = {name: str(value) for name, value in flags.items()}
+    known = {flag: str(value) for flag, value in flags.items()}
     return {"flags": known, "data": data_set.fingerprint()}
 
 
 def has_identity(state):
     """Return whether a checkpoint, or a manifest, says of which run it is."""
     found = state.get("identity") if isinstance(state, dict) else None
-    if not isinstance(found, dict) or found.keys() != {"flags", "data"}:
-        return False
-    return isinstance(found["flags"], dict)
+    names = found.get("flags") if isinstance(found, dict) else None
+    return isinstance(names, dict) and "data" in found
 
 
 def check(found, wanted):
@@ -182,7 +181,7 @@ def load(path):
         state, checksum = weights.read(path)
     except ValueError as error:
         return None, None, f"it {error}"
-    if checksum is None or not has_identity(state):
+    if not has_identity(state):
         return None, None, "it does not say of which run it is"
     return state, checksum, None
 
@@ -195,9 +194,9 @@ def publish(unfinished, path, identity, keep):
     .metadata, a number that no other folder has, and a digest of all this.
     """
     try:
-        metadata = digest((unfinished / ".metadata").read_bytes())
+        metadata = hashlib.sha256((unfinished / ".metadata").read_bytes()).hexdigest()
         manifest = {"identity": identity, "metadata": metadata, "id": uuid.uuid4().hex}
-        manifest["digest"] = digest_of(manifest)
+        manifest["digest"] = digest(manifest)
         text = json.dumps(manifest, indent=1).encode()
         weights.write_atomically(unfinished / MANIFEST, lambda file: file.write(text))
         set_aside(path)
@@ -229,21 +228,16 @@ def read_manifest(path):
         return None, None, f"it has no {Path(error.filename).name}"
     except Exception as error:  # a damaged file can raise anything, even RecursionError
         return None, None, f"its {MANIFEST} cannot be read ({weights.reason(error)})"
-    if written != digest_of(manifest) or not has_identity(manifest):
+    if written != digest(manifest) or not has_identity(manifest):
         return None, None, f"its {MANIFEST} is damaged, or of another program"
-    if manifest.get("metadata") != digest(metadata):
+    if manifest.get("metadata") != hashlib.sha256(metadata).hexdigest():
         return None, None, f"its .metadata is not the one that {MANIFEST} describes"
     return manifest["identity"], written, None
 
 
-def digest(content):
-    """Return the SHA-256 of bytes, as text."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def digest_of(manifest):
+def digest(manifest):
     """Return the SHA-256 of what a run.json says, as text."""
-    return digest(json.dumps(manifest, sort_keys=True).encode())
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def reason(error):
@@ -298,16 +292,16 @@ def is_of_run(path, identity):
 
 
 def remove_others(latest, identity, keep):
-    """Remove this run's checkpoints before `latest`, except keep - 1.
+    """Remove this run's checkpoints before `latest`, except keep - 1, if it can.
 
     A name alone does not make a file one of this run.
     """
-    older = [each for each in find(latest.parent, latest.is_dir()) if each < latest]
-    for path in older[keep - 1 :]:
-        if not is_of_run(path, identity):
-            continue
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        older = [each for each in find(latest.parent, latest.is_dir()) if each < latest]
+        for path in older[keep - 1 :]:
+            if not is_of_run(path, identity):
+                continue
             if path.is_dir() and not path.is_symlink():
-                # otherwise what a crash leaves of it stays forever: no .metadata
+                # otherwise what a crash leaves of it stays forever: it has no .metadata
                 path = path.rename(path.with_name(f".{path.name}.tmp"))
-        remove(path)
+            remove(path)

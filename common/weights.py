@@ -61,27 +61,25 @@ def save(state, path):
     write_atomically(path, lambda file: torch.save(state, file))
 
 
-def read(path, map_location="cpu", mmap=False):
-    """Return what `save` wrote, and a checksum of it, or None if the file has none.
+def read(path, mmap=False):
+    """Return what `save` wrote, and a checksum of it.
 
-    The arguments are those of torch.load. Runs no code from the file
-    (weights_only=True). Raises ValueError, which says what is wrong with it, if it is
-    missing, truncated, damaged in any bit, or not one that `save` wrote.
+    Its tensors are on the CPU. Runs no code from the file (weights_only=True). Raises
+    ValueError, which says what is wrong with it, if it is missing, truncated, damaged
+    in any bit, or not one that `save` wrote.
     """
-    damaged = checksum = None
+    damaged = None
     try:
-        if zipfile.is_zipfile(path):  # before torch 1.6 it was none
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip()  # torch.load does not look at the checksums
-                parts = [(each.filename, each.CRC) for each in file.infolist()]
-                checksum = zlib.crc32(repr(parts).encode())
-                for each in file.infolist():
-                    if each.external_attr & 0x10:  # a folder, which torch does not read
-                        damaged = each.filename
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load does not look at the checksums
+            parts = file.infolist()
+        for part in parts:
+            if part.external_attr & 0x10:  # a folder, which torch would not read
+                damaged = part.filename
         if not damaged:
-            mmap = mmap and checksum is not None
-            options = {"map_location": map_location, "mmap": mmap, "weights_only": True}
-            return torch.load(path, **options), checksum
+            checksums = repr([(part.filename, part.CRC) for part in parts])
+            options = {"map_location": "cpu", "mmap": mmap, "weights_only": True}
+            return torch.load(path, **options), zlib.crc32(checksums.encode())
     except Exception as error:  # a damaged file can raise anything, even KeyError
         refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
         if refused:
@@ -89,18 +87,17 @@ def read(path, map_location="cpu", mmap=False):
                 f"holds more than weights ({refused[1]}), and loading that could run"
                 " code; save only the state_dict() of the model"
             ) from error
-        raise ValueError("is missing, truncated or not a file of weights") from error
+        raise ValueError("is missing, truncated or not of torch.save") from error
     raise ValueError(f"is damaged: the checksum of {damaged} does not match")
 
 
-def load(path, map_location="cpu", mmap=False):
+def load(path, mmap=False):
     """Return what `save` wrote; see `read`, but errors begin with the path.
 
-    Tensors are on the CPU, or "meta": without their data. mmap: they stay in the file,
-    until they are copied; so the processes of a machine share its memory.
+    mmap: the tensors stay in the file, whose memory the processes of a machine share.
     """
     try:
-        return read(path, map_location, mmap)[0]
+        return read(path, mmap)[0]
     except ValueError as error:
         raise ValueError(f"{path} {error}") from error
 
@@ -121,11 +118,9 @@ def misfit(weights):
 def load_weights(model, path):
     """Load the weights in `path` into `model`.
 
-    Raises ValueError if the file cannot be read or holds another model's weights. A
-    model on the meta device gets no weights; they are only checked.
+    Raises ValueError if the file cannot be read or holds another model's weights.
     """
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    weights = load(path, "meta") if meta else load(path, mmap=True)
+    weights = load(path, mmap=True)
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:

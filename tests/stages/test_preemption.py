@@ -15,8 +15,6 @@ import torch
 from harness import commands
 from harness.commands import LIMIT
 from harness.commands import assert_gone
-from harness.commands import family
-from harness.commands import wait_until
 from harness.stages import first_with
 from harness.stages import with_feature
 from tests.conftest import only_in_release
@@ -326,31 +324,3 @@ def test_torchrun_is_stopped(stop, saved, run, two, reference, tmp_path):
     assert run.steps() == saved
     assert not run.out_dir.exists()
     assert_resumes_and_finishes(run, reference)
-
-
-WAITS_IN_STEP_6 = """
-import itertools
-import time
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-count = itertools.count(1)
-register_optimizer_step_post_hook(lambda *_: next(count) == 6 and time.sleep(3600))
-"""
-
-
-@pytest.mark.release
-def test_torchrun_is_killed(trained, two, device, tmp_path):
-    """The ranks end with it, and the same command resumes the run."""
-    run = Run(STAGE, tmp_path, device, "--checkpoint-every", "2", processes=two)
-    root = injected(STAGE, tmp_path / "copy", WAITS_IN_STEP_6)
-    for latest in (4, 8):
-        with run.start(root=root, forks=False) as job:
-            wait_until(lambda latest=latest: run.latest() == latest, LIMIT, job.screen)
-            members = family(job.pid)[1:]
-            assert len(members) >= two
-            os.kill(job.pid, signal.SIGKILL)
-            assert_gone(members, [], LIMIT)
-    with run.start(forks=False) as job:
-        assert job.wait().returncode == 0, job.screen()
-        assert resumed_from(job.screen()) == [8]
-    assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
