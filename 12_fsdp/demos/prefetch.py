@@ -10,24 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
-
-
-class Order(TorchDispatchMode):
-    """Note each all-gather, and by hooks each block's forward and backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "allgather_base" in str(function):
-            self.seen.append("gather")
-        return function(*args, **(kwargs or {}))
+from harness.counting import Collectives
 
 
 def make():
@@ -53,18 +40,28 @@ def prefetch(blocks, ahead):
 # ---- the order -----------------------------------------------------------------------
 def watch(ahead):
     """Return the order of a forward and of a backward pass, and the gradients."""
-    model, order = make(), Order()
+    model, collectives = make(), Collectives()
     if ahead:
         prefetch(model.blocks, ahead)
+
+    def note(name):  # among the collectives, when the block computes
+        return lambda *_: collectives.seen.append([name])
+
     for n, block in enumerate(model.blocks, start=1):
-        block.up.register_forward_hook(lambda *_, n=n: order.seen.append(f"F{n}"))
-        block.up.register_full_backward_hook(lambda *_, n=n: order.seen.append(f"B{n}"))
-    with order:
+        block.up.register_forward_hook(note(f"F{n}"))
+        block.up.register_full_backward_hook(note(f"B{n}"))
+    with collectives:
         loss = model(torch.arange(64).view(2, 32)).square().mean()
-        forward, order.seen = order.seen, []
+        forward, collectives.seen = collectives.seen, []
         loss.backward()
     gradients = [weight.grad.to_local() for weight in model.parameters()]
-    return forward, order.seen, gradients
+    return names(forward), names(collectives.seen), gradients
+
+
+def names(seen):
+    """Return what was seen, without the reduce-scatters."""
+    names = [name.replace("all_gather", "gather") for name, *_ in seen]
+    return [name for name in names if name != "reduce_scatter"]
 
 
 def main():
