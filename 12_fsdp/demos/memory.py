@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=4 12_fsdp/demos/memory.py DDP|FSDP [FILE.json]
 
 DDP alone, kind by kind; or DDP and FSDP, at rest and at the fullest moment of a step.
+The file gets the bars of a picture: {label: {kind: MiB}}.
 """
 
 import gc
@@ -32,7 +33,7 @@ KINDS = ("weights", "gradients", "buckets", "AdamW", "copies", "activations", "l
 AT_REST = ("weights", "gradients", "AdamW")
 # ranks, with or without autocast to bfloat16, and a way to distribute the model
 DDP = [(1, [False], "DDP"), (2, [False], "DDP"), (4, [False], "DDP")]
-DDP += [(4, [False], "DDP, gradient_as_bucket_view=True"), (4, [True], "DDP, autocast")]
+DDP += [(4, [False], "DDP, bucket view"), (4, [True], "DDP, autocast")]
 FSDP = [(n, [False, True], kind) for kind in ("DDP", "FSDP") for n in (1, 2, 4)]
 OTHERS = ("no reshard", "only the root", "ends apart")
 FSDP += [(4, [False, True], kind) for kind in OTHERS]
@@ -140,21 +141,26 @@ def hold(kind, group, amp):
 
 
 def print_kinds(kind, sizes, ranks):
-    """Print a row of the table of DDP."""
-    cells = "".join(f"{sizes[k] / 2**20:{len(k) + 2}.1f}" for k in KINDS)
-    print(f"{ranks:5}{cells}  {kind.removeprefix('DDP').strip(', ')}".rstrip())
+    """Print a row of the table of DDP; return its bar, in MiB."""
+    way = kind.removeprefix("DDP")
+    bar = {name: sizes[name] / 2**20 for name in KINDS}
+    cells = "".join(f"{mib:{len(name) + 2}.1f}" for name, mib in bar.items())
+    print(f"{ranks:5}{cells}  {way.strip(', ')}".rstrip(), flush=True)
+    return {f"{ranks} rank{'s' * (ranks > 1)}{way}": bar}
 
 
 def print_moments(kind, sizes, in_16_bits, ranks):
-    """Print a row of the table of DDP and FSDP."""
-    rest = [sizes[name] / 2**20 for name in AT_REST]
+    """Print a row of the table of DDP and FSDP; return its bar, if it has 4 ranks."""
+    bar = {name: sizes[name] / 2**20 for name in AT_REST}
     most = sizes["all"] / 2**20, in_16_bits["all"] / 2**20
-    row = "{:9.1f}{:11.1f}{:7.1f}{:12.1f}{:10.1f}".format(*rest, *most)
+    row = "{:9.1f}{:11.1f}{:7.1f}{:12.1f}{:10.1f}".format(*bar.values(), *most)
     print(f"{kind:14}{ranks:5}{row}", flush=True)
+    bar["added at the worst moment"] = most[0] - sum(bar.values())
+    return {kind: bar} if ranks == 4 else {}
 
 
 def main():
-    rank, found, way = dist.get_rank(), {}, sys.argv[1]
+    rank, bars, way = dist.get_rank(), {}, sys.argv[1]
     if rank == 0 and way == "DDP":
         print("ranks", *KINDS, sep="  ")
     elif rank == 0:
@@ -164,12 +170,12 @@ def main():
         group = dist.new_group(range(ranks))
         if rank < ranks:
             sizes = [hold(kind, group, amp) for amp in precisions]
-            found[f"{kind}, {ranks}"] = sizes
             if rank == 0:
-                (print_kinds if way == "DDP" else print_moments)(kind, *sizes, ranks)
+                show = print_kinds if way == "DDP" else print_moments
+                bars |= show(kind, *sizes, ranks)
         dist.barrier()
     if rank == 0 and len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        Path(sys.argv[2]).write_text(json.dumps(bars))
 
 
 if __name__ == "__main__":

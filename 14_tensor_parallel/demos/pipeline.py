@@ -271,6 +271,7 @@ MISTAKES = {
     "divided-loss": {"loss_fn": divided_loss},
     "two-steps": {"run_passes": run_in_two_steps},
     "own-samples": {"get_batch": get_own_batch},
+    "lists": {"FLAT": StateDictOptions()},  # shows in a step after --save and --load
     "tied": {},
 }
 
@@ -355,12 +356,12 @@ def run(args, device):
     part = Part(model, rank, ranks).to(device)
     del model  # and with it the blocks of the other processes
     optimizer = make_optimizer(part)
-    first_step = load(args.load, part, optimizer) if args.load else 0
-    if first_step >= args.steps:
-        fail(f"--steps {args.steps}: the checkpoint is of step {first_step}")
     losses = {}
     with mock.patch.dict(globals(), MISTAKES.get(args.mistake, {})):
         stage, schedule = make_schedule(args, part, device)
+        first_step = load(args.load, part, optimizer) if args.load else 0
+        if first_step >= args.steps:
+            fail(f"--steps {args.steps}: the checkpoint is of step {first_step}")
         for step in range(first_step, args.steps):
             stage.passes.clear()
             inputs, targets = get_batch(args, train_windows, step, device)
@@ -368,6 +369,8 @@ def run(args, device):
             if part.is_last:
                 losses[step] = loss
                 print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+        if args.save:
+            save(args.save, part, optimizer, args.steps)
     held = sum(weight.nbytes for weight in part.parameters()) / total
     line = f"{held:.1%} of the weights; {' '.join(stage.passes)};"
     most = most_in_flight(stage.passes)
@@ -379,8 +382,6 @@ def run(args, device):
         for number, each in enumerate(lines):
             print(f"rank {number}: {each}", flush=True)
         print(f"validation loss {val_loss:.4f}", flush=True)
-    if args.save:
-        save(args.save, part, optimizer, args.steps)
     if args.dtype != torch.float64:
         return 0
     found = compare_with_one_process(args, part, losses, val_loss, device)
