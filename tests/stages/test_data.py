@@ -271,8 +271,7 @@ def test_an_image_of_32_bits_is_refused_by_its_name(kind, tmp_path):
         data.read_image(str(path))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize("part, workers", [("train", 0), ("val", 1)])
 def test_a_damaged_image_is_one_line_with_its_name(
     part, workers, folder_of_images, tmp_path
 ):
@@ -316,12 +315,6 @@ def test_fingerprints_tell_training_sets_apart(cifar, folder_of_images, tmp_path
     assert of_cifar() not in (before[0], after[0])
 
 
-@pytest.mark.parametrize("name", ["digits", "fake"])
-def test_a_set_says_the_shape_of_its_images(name):
-    train_set, _ = data.load(name)
-    assert train_set.image_shape == train_set[0][0].shape
-
-
 def test_fashionmnist_by_the_script(tmp_path, device):
     raw = tmp_path / "FashionMNIST/raw"
     raw.mkdir(parents=True)
@@ -359,15 +352,6 @@ def test_an_image_folder_that_does_not_fit_is_refused(folder_of_images):
         data.load("imagefolder", folder_of_images)
     with pytest.raises(OSError, match="train"):
         data.load("imagefolder", folder_of_images / "nowhere")
-
-
-def test_fake_images_have_the_size_and_number_asked_for():
-    train_set, val_set = data.load("fake", image_size=16, num_images=100)
-    images, labels = everything(train_set)
-    assert images.shape == (100, 3, 16, 16) and len(val_set) == 20
-    assert images.unique().numel() == 256 and labels.unique().numel() == 10
-    other, _ = everything(data.load("fake", image_size=16, num_images=100, seed=1)[0])
-    assert not torch.equal(images, other)
 
 
 class Counter(http.server.SimpleHTTPRequestHandler):
