@@ -9,7 +9,7 @@
     with Kept() as kept, Memory() as memory:
         loss = model(inputs).sum()
     size(kept.activations(model))        # bytes that wait for the backward pass
-    memory.most["all"]                   # bytes that were there at once
+    memory.most                          # bytes that were there at once
 
 Except for Kept, they are dispatch modes: torch shows them each operation. They see
 those of the thread that entered them, and of the backward passes that it starts, on a
@@ -22,7 +22,6 @@ all-reduce, and it is seen as a reduce-scatter.
 import itertools
 import time
 import weakref
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -226,45 +225,24 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 class Memory(TorchDispatchMode):
     """Notes in `most` the most bytes of plain tensors that are alive at once.
 
-    most: {"all": bytes, kind: bytes}, each at its own worst moment. A subclass gives
-    tensors a kind in `classify`. tensors: some that are there at the beginning. Those
-    on the meta device have no memory.
+    tensors: some that are there at the beginning. Those on the meta device have none.
     """
 
     def __init__(self, tensors=()):
         super().__init__()
-        self.storages, self.kinds, self.grown = {}, {}, False
-        self.most = Counter()
+        self.storages, self.most = {}, 0
         self.see(local(tensors))
 
-    def see(self, tensors, kind=None):
-        """Follow the memory of tensors, and with a kind count it as of that kind."""
+    def see(self, tensors):
         for tensor in tensors:
             if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                known = self.storages.get(id(storage), lambda: None)()
-                if known is None:  # new, perhaps with the number of one that is gone
-                    self.storages[id(storage)] = weakref.ref(storage)
-                    self.kinds.pop(id(storage), None)
-                    self.grown = True
-                if kind:
-                    self.kinds[id(storage)] = kind
-                    self.grown = True  # FSDP gives gathered weights their memory again
+                self.storages[id(storage)] = weakref.ref(storage)
 
     def now(self):
-        """Return {"all": bytes, kind: bytes} of what is alive."""
-        alive = Counter()
-        for key, reference in list(self.storages.items()):
-            if (storage := reference()) is None:
-                del self.storages[key]
-                self.kinds.pop(key, None)
-            else:
-                alive["all"] += storage.nbytes()
-                alive[self.kinds.get(key)] += storage.nbytes()
-        return alive
-
-    def classify(self, operation, args, kwargs):
-        """Call `see` with a kind, for tensors of this operation."""
+        """Return the bytes that are alive."""
+        storages = [reference() for reference in self.storages.values()]
+        return sum(each.nbytes() for each in storages if each is not None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if DTensor in types:
@@ -277,8 +255,5 @@ class Memory(TorchDispatchMode):
                     each.wait()
             time.sleep(0.02)
         self.see(tree_leaves((args, kwargs, result)))
-        self.classify(operation, args, kwargs)
-        if self.grown:  # not after a view, for instance: counting takes long
-            self.grown = False
-            self.most |= self.now()
+        self.most = max(self.most, self.now())
         return result

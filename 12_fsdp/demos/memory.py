@@ -17,14 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
 from harness.counting import Kept
 from harness.counting import Memory
-from harness.counting import local as local  # the tests use it from here
 from harness.counting import size
 
 VOCABULARY, WIDTH, DEPTH = 4096, 192, 4
@@ -37,30 +35,6 @@ DDP += [(4, [False], "DDP, bucket view"), (4, [True], "DDP, autocast")]
 FSDP = [(n, [False, True], kind) for kind in ("DDP", "FSDP") for n in (1, 2, 4)]
 OTHERS = ("no reshard", "only the root", "ends apart")
 FSDP += [(4, [False, True], kind) for kind in OTHERS]
-
-
-class Held(Memory):
-    """Knows three kinds of what FSDP adds in a step.
-
-    They are the weights that it gathers, the whole gradients, and the copy of these
-    that a reduce-scatter sends.
-    """
-
-    def __init__(self, model, tensors):
-        super().__init__(tensors)
-        self.model = model
-
-    def classify(self, operation, args, kwargs):
-        name = str(operation)
-        if "allgather_base" in name:
-            self.see(args[:1], "gathered")
-        elif "split_with_sizes_copy" in name:
-            self.see(kwargs["out"], "gathered")
-        elif "chunk_cat" in name:
-            weights = [w for w in self.model.parameters() if not isinstance(w, DTensor)]
-            self.see([w.grad for w in weights if w.grad is not None], "whole gradients")
-            self.see(args[0], "whole gradients")
-            self.see([kwargs["out"]], "copy to reduce")
 
 
 def shard(model, kind, mesh, amp):
@@ -129,7 +103,7 @@ def hold(kind, group, amp):
     buckets.clear()
     weights = list(model.parameters())
     states = [each for state in optimizer.state.values() for each in state.values()]
-    with Held(model, [*weights, *states]) as held:
+    with Memory([*weights, *states]) as memory:
         logits, loss = forward()
         loss.backward()
     gradients = [weight.grad for weight in weights]
@@ -137,7 +111,7 @@ def hold(kind, group, amp):
     sizes |= {"gradients": size(gradients)}
     # a view of a bucket has no memory of its own
     sizes["buckets"] = size([*gradients, *buckets]) - sizes["gradients"]
-    return sizes | held.most
+    return sizes | {"all": memory.most}
 
 
 def print_kinds(kind, sizes, ranks):

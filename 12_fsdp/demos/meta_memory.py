@@ -128,7 +128,7 @@ def main(folder):
         with Memory() as memory:
             model = way(folder)
             gc.collect()
-            held = [memory.most["all"], memory.now()["all"]]
+            held = [memory.most, memory.now()]
         shards = get_model_state_dict(model)
         if first is None:
             dcp.save({"model": shards}, checkpoint_id=folder / "checkpoint")
