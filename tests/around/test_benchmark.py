@@ -80,14 +80,3 @@ def test_bad_input_gets_one_line(flags, named, monkeypatch, capsys):
     (line,) = printed.err.splitlines()
     assert line.startswith("compare.py: error: ") and named in line
     assert printed.out == ""
-
-
-@pytest.mark.release
-def test_what_is_in_host_memory_trains_the_same(several):
-    """Of 12, what it costs: its program for GPUs, which has no other test."""
-    program = first_with("shards") + "/demos/host_memory.py"
-    flags = "--lengths 16 --width 64 --depth 2"
-    launcher = f"torchrun --standalone --nproc-per-node={several}"
-    _, *rows = run(f"{launcher} {program} {flags}").stdout.splitlines()
-    losses = {row.split()[-1] for row in rows}
-    assert len(rows) == 3 and len(losses) == 1 and float(losses.pop()) < 5.5
