@@ -1,4 +1,4 @@
-"""`make pages`: docs/faults.md, what can go wrong, from the marks `fault` of tests."""
+"""docs/faults.md: what can go wrong, from the marks `fault` of tests."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ from harness.stages import with_feature
 PAGE = ROOT / "docs/faults.md"
 HEAD = """# What the stages survive, and what a failure costs
 
-<!-- `make pages` writes this page from the marks of the tests -->
+<!-- `make update` writes this page from the marks of the tests -->
 
 A test produces every row, in one of the stages that it names: it makes the fault
 happen, and finds the words in `this type` in the output, where `...` stands for
