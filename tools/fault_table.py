@@ -48,8 +48,8 @@ terminal that closes, end the run without a checkpoint.
 
 These end a run, and have no row: standard output on a disk that is full; and a pause,
 of a job that is suspended for example, that is longer than `--timeout`, since its ranks
-may have been waiting for each other. On NFS, the lock of a machine that crashed stays
-until the server releases it.
+may have been waiting for each other. On NFS, which was not tried, the lock of a machine
+that crashed probably stays until the server releases it.
 
 | stages | what happens | what you see | what is lost | test |
 |---|---|---|---|---|
