@@ -61,7 +61,7 @@ MISTAKES = {
         "values, sizes = evaluate(shard, device)",
         "values, sizes = evaluate(shard, device, sync_on_compute=False)",
     ),
-    "muon_fsdp.py": ("rows = zip(weight.chunk(place[1])", "rows = zip([weight] * 2"),
+    "muon_fsdp.py": ("[rank::world_size]", "[rank:]"),
     "nan_loss.py": ("if norm.isfinite():", "if loss.isfinite():"),
     "parts_not_used_fsdp.py": (
         "    model.set_reduce_scatter_unused_params(True)\n",
