@@ -78,57 +78,6 @@ def from_the_signal_to_the_next_start():
         text.set_size(12.5)
 
 
-def who_gets_sigterm():
-    """Draw the processes of a job, and which of them SIGTERM reaches, two plugins."""
-    slurm, torchrun, both, nobody = SENDERS
-    reached = {
-        "proctrack/cgroup": [
-            [slurm, nobody],
-            [slurm, nobody],
-            [slurm, torchrun, torchrun],
-        ],
-        "proctrack/linuxproc": [2 * [slurm], 2 * [slurm], [slurm, both, both]],
-    }
-    for plugin, senders in reached.items():
-        sigterm_by_plugin(plugin, senders)
-
-
-SENDERS = {
-    "from Slurm": "tab:red",
-    "from torchrun": "tab:orange",
-    "from both": "tab:purple",
-    "no SIGTERM": "tab:gray",
-}
-
-
-@picture
-def sigterm_by_plugin(plugin, senders):
-    """Draw the processes of a job, each in the color of who sends it SIGTERM."""
-    chains = {
-        "batch step": ["batch\nscript", "srun"],
-        "job step,\nby srun": ["rank", "loader\nworker"],
-        "job step,\nby torchrun": ["torchrun", "rank", "loader\nworker"],
-    }
-    axis = canvas(4.2, (-2.6, 9.6), (-1.4, 3.6))
-    axis.text(-2.5, 3.3, plugin, size=15, weight="bold")
-    for row, (step, chain) in enumerate(chains.items()):
-        y = 2.3 - 1.25 * row
-        axis.text(-2.5, y, step, size=12, va="center")
-        colors = ["white", *(SENDERS[sender] for sender in senders[row])]
-        for n, (name, color) in enumerate(
-            zip(["slurmstepd", *chain], colors, strict=True)
-        ):
-            style = {"boxstyle": "round,pad=0.5", "facecolor": color, "alpha": 0.45}
-            where = {"ha": "center", "va": "center", "size": 14}
-            axis.text(0.6 + 2.7 * n, y, name, bbox=style, **where)
-            if n:
-                arrow(axis, (2.7 * n - 1, y), (2.7 * n - 0.2, y))
-    used = [each for each in SENDERS if any(each in row for row in senders)]
-    for n, sender in enumerate(used):
-        axis.plot(3 * n, -1.1, "s", color=SENDERS[sender], alpha=0.45, ms=16)
-        axis.text(3 * n + 0.25, -1.1, sender, size=13, va="center")
-
-
 # What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
 CHINESE = {
     "its gradients wait for rank 1's": "等待 rank 1 的梯度",
