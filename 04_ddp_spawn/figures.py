@@ -21,14 +21,3 @@ def a_parent_and_its_children():
     axis.text(2.3, 1, "spawn", **style)
     axis.text(3.3, 1, "all-reduce,\nevery step", color="tab:green", **style)
     axis.text(5.2, 1, "rendezvous,\nonce", color="tab:orange", **style)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "a file in a new\ntemporary folder": "新建的临时目录\n中的一个文件",
-    "all-reduce,\nevery step": "每个 step\nall-reduce",
-    "parent: python train.py\nparses flags, waits": (
-        "父进程：python train.py\n解析命令行参数，等待"
-    ),
-    "rendezvous,\nonce": "只在启动时\n互相连上",
-}

@@ -18,7 +18,6 @@ import pytest
 
 from harness.stages import ROOT
 from harness.stages import notebooks
-from harness.stages import stages
 from nbtools import lesson
 from tests.conftest import only_in_ci
 
@@ -323,191 +322,6 @@ MISTAKES = [
     ("10 exercise 3", "B:USR1", "USR1", "srun's processes get that signal"),
     ("10 exercise 3", "--time=8:00:00", "--time=8:00", "all of the eight hours"),
     ("10 exercise 3", "@400", "@300", "a step may just have begun"),
-    (
-        "11 exercise 1",
-        "range(1, tokens.size(1))",
-        "range(1, tokens.size(1) - 1)",
-        "a leak at the end of the window",
-    ),
-    (
-        "11 exercise 1",
-        "range(1, tokens.size(1))",
-        "range(2, tokens.size(1))",
-        "a leak at the start of the window",
-    ),
-    (
-        "11 exercise 1",
-        "not torch.allclose(model(changed)[:, :n], logits[:, :n], atol=1e-9)",
-        "not model(changed).equal(logits)",
-        "a causal GPT looks ahead, it says",
-    ),
-    (
-        "11 exercise 2",
-        "loss * processes / all_tokens",
-        "loss / all_tokens",
-        "DDP divides by the processes",
-    ),
-    (
-        "11 exercise 2",
-        ', reduction="sum")\n    return loss * processes / all_tokens',
-        ")\n    return loss / processes",
-        "every token counts the same",
-    ),
-    ("11 exercise 2", "/ all_tokens", "/ len(targets)", "the gradient is off by"),
-    ("12 exercise 1", "gb_with_8 = 2", "gb_with_8 = 16", "that is DDP's"),
-    (
-        "12 exercise 1",
-        "gb_gathered = 2",
-        "gb_gathered = 4",
-        "the policy gathers 2 bytes",
-    ),
-    (
-        "12 exercise 2",
-        "4 * (2 * 12 + 1)",
-        "4 * (12 + 1)",
-        "how often is a block gathered?",
-    ),
-    ("12 exercise 2", "12 + 1\n", "12\n", "reduce_scatters: not 12"),
-    (
-        "12 exercise 3",
-        "reduce_dtype=torch.float32",
-        "reduce_dtype=torch.bfloat16",
-        "the gradients are averaged in {torch.bfloat16}",
-    ),
-    (
-        "12 exercise 3",
-        "MixedPrecisionPolicy(torch.bfloat16, ",
-        "MixedPrecisionPolicy(",
-        "the weights are gathered in",
-    ),
-    (
-        "12 exercise 3",
-        ", reshard_after_forward=False",
-        "",
-        "keeps the weights after the forward pass",
-    ),
-    (
-        "12 exercise 3",
-        "    fully_shard(model, mesh=mesh, mp_policy=policy)\n",
-        "",
-        "the root is not sharded",
-    ),
-    (
-        "12 mistakes exercise 1",
-        "    dist.all_reduce(norm)\n",
-        "",
-        "is not that of one process",
-    ),
-    ("12 mistakes exercise 1", "min(1.0, 0.5 / norm.item())", "1.0", "is off by"),
-    ("12 mistakes exercise 1", "    norm = norm.sqrt()\n", "", "is off by"),
-    (
-        "12 loading exercise 1",
-        "2**-8 / 0.02",
-        "2**-7 / 0.02",
-        "weights between -2**-8 and 2**-8",
-    ),
-    (
-        "13 exercise 1",
-        "{row // written for row in mine}",
-        "{row // written for row in (*mine[:1], *mine[-1:])}",
-        "(256, 8, 2), rank 0: {0, 3}",
-    ),
-    ("13 exercise 1", "math.ceil(rows / writers), ", "rows // writers, ", "but it is"),
-    ("13 exercise 1", "min((rank + 1) * read, rows)", "(rank + 1) * read", "but it is"),
-    (
-        "13 exercise 2",
-        'temporary = folder.with_name(f".{folder.name}.tmp")',
-        "temporary = folder",
-        "folder had its name before it was complete",
-    ),
-    (
-        "13 exercise 2",
-        "    set_state_dict(\n        model",
-        "    return\n    set_state_dict(\n        model",
-        "learning rate",
-    ),
-    (
-        "13 exercise 2",
-        "    temporary.rename(folder)  # with several ranks, only on rank 0\n",
-        "",
-        "has not written folder/.metadata",
-    ),
-    ("14 exercise 1", "{4, 5, 6, 7}", "{1, 5, 9, 13}", "that is the dp group"),
-    (
-        "14 exercise 2",
-        "{name: ColwiseParallel() for",
-        "{name: ColwiseParallel(output_layouts=dist.tensor.Replicate()) for",
-        "q_proj returns 8 of 8 columns",
-    ),
-    ("14 exercise 2", '"k_proj", ', "", "k_proj is not in the plan"),
-    (
-        "14 exercise 2",
-        '("o_proj", "down_proj")',
-        '("o_proj",)',
-        "down_proj is not in the plan",
-    ),
-    (
-        "14 exercise 2",
-        "name: RowwiseParallel() for",
-        "name: ColwiseParallel() for",
-        "o_proj gets what is split",
-    ),
-    (
-        "14 exercise 3",
-        "(dist.get_world_size() // per_machine, per_machine)",
-        "(per_machine, dist.get_world_size() // per_machine)",
-        "8 copies, each in 2 shards",
-    ),
-    (
-        "14 exercise 3",
-        'shape, mesh_dim_names=("copies", "shards")',
-        "(16,)",
-        "this is FSDP",
-    ),
-    (
-        "14 exercise 3",
-        "per_machine = 8",
-        "per_machine = 4",
-        "4 copies, each in 4 shards",
-    ),
-    (
-        "14 mistakes exercise 1",
-        "batch_size=12",
-        "batch_size=12 // world_size, sampler=sampler",
-        "is off by",
-    ),
-    (
-        "14 mistakes exercise 1",
-        "batch_size=12",
-        "batch_size=12 // world_size",
-        "is off by",
-    ),
-    (
-        "14 mistakes exercise 1",
-        "batch_size=12",
-        "batch_size=12, sampler=sampler",
-        "is off by",
-    ),
-    ("14 pipeline exercise 1", "63", "62", "they wait 10.1%"),
-    ("14 pipeline exercise 1", "63", "64", "fewer than 64 are enough"),
-    (
-        "14 pipeline exercise 2",
-        "return processes - rank",
-        "return processes",
-        "1f1b, 4 processes, 8 micro-batches: [4, 4, 4, 4]",
-    ),
-    (
-        "14 pipeline exercise 2",
-        "return processes - rank",
-        "return micro_batches - rank",
-        "1f1b, 4 processes, 8 micro-batches",
-    ),
-    (
-        "14 pipeline exercise 2",
-        "return micro_batches\n",
-        "return 8\n",
-        "but there are 2",
-    ),
 ]
 # Other right answers, which a check must not refuse.
 RIGHT = [
@@ -516,11 +330,6 @@ RIGHT = [
     ("06 exercise 2", "--gpus-per-node=2 --cpus-per-task=16", "--gres gpu:2 -c 16"),
     ("10 exercise 3", "--time=8:00:00", "--time=480"),
     ("10 exercise 3", "--time=8:00:00", "-t 0-8"),
-    (
-        "12 mistakes exercise 1",
-        "torch.cat([gradient.flatten() for gradient in gradients]).square()",
-        "torch.stack([g.square().sum() for g in gradients])",
-    ),
 ]
 
 
@@ -656,10 +465,7 @@ def test_another_right_answer_is_not_refused(name, text, replacement, say):
 
 
 def test_the_solutions_are_linked():
-    """And every stage has exercises."""
-    with_exercises = [path for path in notebooks() if exercises(path)]
-    assert {path.parent.name for path in with_exercises} == set(stages())
-    for path in with_exercises:
+    for path in [path for path in notebooks() if exercises(path)]:
         assert "](solutions.py)" in path.read_text(), path
 
 
