@@ -130,29 +130,3 @@ def when_a_run_hangs():
         axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
     last = "is the network slow? do the jobs\nthat hang share a node?"
     box(axis, 2.7, 0, last, "tab:orange")
-
-
-@picture
-@plt.rc_context({"font.size": 12})  # 9 points as a page shows it
-def a_rank_that_does_not_come():
-    """Draw two ranks, one of which does not come to the all-reduce of step 4."""
-    axis = canvas(3, (-1.6, 12.4), (-1.1, 2.6))
-    style = {"ha": "center", "va": "center"}
-    for name, y in (("rank 0", 1.5), ("rank 1", 0)):
-        axis.text(-0.3, y, name, ha="right", weight="bold", va="center")
-        for step in range(3):
-            axis.barh(y, 0.6, 0.7, step, color="tab:green", alpha=0.45)
-            axis.text(step + 0.3, y, f"{step + 1}", **style)
-    for step in range(3):
-        axis.barh(0.75, 0.3, 2.2, step + 0.65, color="tab:orange", alpha=0.5)
-    axis.text(1.8, 2.25, "all-reduce", color="tab:orange", **style)
-    axis.barh(1.5, 6, 0.7, 3.1, color="tab:red", alpha=0.3)
-    axis.text(6.1, 1.5, "waits in the all-reduce of step 4", **style)
-    axis.barh(0, 6.4, 0.7, 3, color="tab:gray", alpha=0.4)
-    axis.text(6.2, 0, "reads from the file server", **style)
-    axis.text(
-        9.3, 1.5, "timeout:\nRuntimeError", color="tab:red", ha="left", va="center"
-    )
-    arrow(axis, (9.3, 1.05), (9.5, 0.35), "tab:red")
-    axis.text(9.6, 0, "killed by srun,\nwithout an error", ha="left", va="center")
-    axis.text(4.5, -0.85, "time (drawn, not measured)", **style)

@@ -3,7 +3,6 @@
 The tests use the three functions that come first, and the notebooks all others.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -17,9 +16,6 @@ from nbtools import lesson
 SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
 NO_CLUSTER = "(no cluster here: not run)"
 running = False
-# Options of sbatch that exercises ask for, and their short forms.
-SHORT = {"nodes": "-N", "cpus-per-task": "-c", "gpus": "-G", "time": "-t"}
-SHORT |= dict.fromkeys(("ntasks-per-node", "gpus-per-node", "gres", "signal"))
 
 
 # ---- for any cluster -----------------------------------------------------------------
@@ -43,51 +39,13 @@ def show(job, **variables):
     return dict(re.findall(r"(\w+)=(\S+)", text))
 
 
-def options_of(command, job_file):
-    """Return the options of an sbatch command as a dict, and the script's flags.
-
-    The dict has Slurm's long names, whether a command has `--nodes=4`, `--nodes 4` or
-    `-N 4`. Raises AssertionError if the command does not submit the job file.
-    """
-    before, found, flags = command.partition(job_file)
-    words = before.split()
-    assert found and words[:1] == ["sbatch"], f"submit {job_file} with sbatch"
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    for name, short in SHORT.items():
-        parser.add_argument(f"--{name}", *([short] if short else []), dest=name)
-    options = vars(parser.parse_known_args(words[1:])[0])
-    flags = flags.replace("=", " ").split()
-    return {name: value for name, value in options.items() if value}, flags
-
-
-def minutes(text):
-    """Return a time limit in minutes, of one of the forms that Slurm reads, or None.
-
-    These are minutes, minutes:seconds, hours:minutes:seconds, and with days in front
-    days-hours, days-hours:minutes and days-hours:minutes:seconds.
-    """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]) or len(parts) > 3:
-        return None
-    numbers = [int(part) for part in parts]
-    if not dash and len(numbers) < 3:
-        numbers = [0, *numbers]
-    hours, mins, seconds = (numbers + [0, 0])[:3]
-    return int(days or 0) * 24 * 60 + hours * 60 + mins + seconds / 60
-
-
 # ---- for the notebooks ---------------------------------------------------------------
-def start(tracking=None):
+def start():
     """Start the cluster, unless it is running, and let Slurm's commands find it.
 
     Where it cannot be started, say why; then `run` and `submit` only print that. It is
     stopped when this process ends, unless it was running before. The logs of jobs go to
     $WORK/slurm-NUMBER.out.
-
-    tracking: how Slurm has to find the processes of a job, cgroup or linuxproc. Then a
-    cluster that this process has started is stopped first, and one that does it the
-    other way is not used.
     """
     global running
     folder = Path(os.environ.get("LOCAL_CLUSTER", "/run/local_cluster"))
@@ -97,10 +55,6 @@ def start(tracking=None):
     owner = folder / "started_by"
     if owner.exists() and not psutil.pid_exists(int(owner.read_text())):
         script("stop")  # another notebook's, which has just ended
-    if tracking:
-        os.environ["LOCAL_CLUSTER_PROCTRACK"] = tracking
-        if owner.exists() and int(owner.read_text()) == os.getpid():
-            script("stop")
     started = script("start")
     running = started.returncode == 0
     if started.stdout.startswith("started"):
@@ -108,10 +62,6 @@ def start(tracking=None):
         is_ours = f'[ "$(cat {owner})" = {os.getpid()} ]'
         lesson.run_at_end(f"{is_ours} && bash {SCRIPT} stop")
     print(*(started.stdout or started.stderr).splitlines()[:1])
-    if running and tracking:
-        running = f"proctrack/{tracking}\n" in (folder / "slurm.conf").read_text()
-        if not running:
-            print(f"(no cluster with proctrack/{tracking} here: not run)")
 
 
 def run(command, sort=False, errors=None, quiet=False, **options):

@@ -78,15 +78,6 @@ def missing_for_slurm():
     return ""
 
 
-def missing_for_two_machines():
-    """Return why tools/two_machines.sh cannot start here; "" if it can."""
-    words = ["bash", ROOT / "tools/two_machines.sh"]
-    name = {"TWO_MACHINES": f"probe-{os.getpid()}-"}
-    started = commands.run([*words, "start"], code=None, **name)
-    commands.run([*words, "stop"], **name)
-    return started.stderr
-
-
 # ---- work ----------------------------------------------------------------------------
 # flags: of the data; train, val: targets in an epoch and in the validation set, one per
 # image and WINDOW per window of a text.

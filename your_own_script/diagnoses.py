@@ -1249,7 +1249,7 @@ def collectives_after(trace, steps):
     "printed",
     cause="it is rank 0's own, or a mean of means, or a metric of a whole batch",
     cure="all-reduce sums and counts over samples, then divide",
-    see=f"{row(12)}; 07_distributed_eval/other_metrics.ipynb",
+    see=f"{row(12)}; 07_distributed_eval/07_distributed_eval.ipynb",
 )
 def mean_of_means(c, d):
     """Nothing of the above."""

@@ -3,7 +3,8 @@
 torchrun --standalone --nproc-per-node=2 06_slurm/demos/nccl_words.py KIND
 bash recipes/nccl_on_one_gpu.sh 2 06_slurm/demos/nccl_words.py KIND
 
-Without GPUs gloo speaks instead, where the kind exists for it.
+Without GPUs gloo speaks instead, where the kind exists for it. The traces that
+when_it_hangs.ipynb quotes name lines 40, 50 and 67.
 """
 
 import os
@@ -14,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 CUDA = torch.cuda.is_available()
@@ -72,14 +72,6 @@ def different():
     print("the next one, too", flush=True)
 
 
-def different_sizes():
-    """An all-reduce of 1000 elements on rank 0, and of 500 on rank 1."""
-    join()
-    reduce()
-    print("sum", reduce(1000 if RANK == 0 else 500), flush=True)
-    print("the next one:", reduce(), flush=True)
-
-
 def killed():
     """Rank 1 is killed; rank 0 waits for it."""
     join()
@@ -122,43 +114,11 @@ def cpu_tensor():
     dist.all_reduce(torch.ones(1))
 
 
-def cpu_object():
-    """monitored_barrier exists for gloo only."""
-    join()
-    dist.monitored_barrier()
-
-
-def other_models():
-    """DDP with a larger model on rank 1."""
-    join()
-    DistributedDataParallel(nn.Linear(10, 10 + RANK, device=DEVICE))
-
-
-def unused():
-    """A parameter gets no gradient, in two steps."""
-    join()
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(DEVICE)
-    model.forward = lambda inputs: model[0](inputs)
-    wrapped = DistributedDataParallel(model)
-    for _ in range(2):
-        wrapped(torch.ones(2, 4, device=DEVICE)).sum().backward()
-
-
 def sparse():
     """An embedding with sparse gradients under DDP."""
     join()
     model = DistributedDataParallel(nn.Embedding(8, 4, sparse=True, device=DEVICE))
     model(torch.tensor([RANK], device=DEVICE)).sum().backward()
-
-
-def one_ranks_forward():
-    """With FSDP2, rank 0 alone computes."""
-    join()
-    model = fully_shard(nn.Linear(8, 8, device=DEVICE))
-    if RANK == 0:
-        model(torch.ones(1, 8, device=DEVICE)).sum().item()
-    reduce()
-    print("the next call has returned", flush=True)
 
 
 def no_device():
@@ -170,19 +130,6 @@ def no_device():
     )
     dist.barrier()
     print("the barrier has returned", flush=True)
-
-
-def not_destroyed():
-    """The group is still there when the program ends."""
-    join()
-    reduce()
-
-
-def healthy():
-    """All is well: with NCCL_DEBUG=INFO, this is what nccl prints."""
-    join()
-    print("sum", reduce(), flush=True)
-    dist.destroy_process_group()
 
 
 KINDS = {

@@ -32,18 +32,8 @@ def sums_and_counts(shards):
     return sum(shard.sum() for shard in shards) / sum(len(shard) for shard in shards)
 
 
-def unequal_batches(shards):
-    """Average each shard's batches as equals; weight the shards by their sizes."""
-    sums = [mean_of_means(shard.split(BATCH_SIZE)) * len(shard) for shard in shards]
-    return sum(sums) / sum(len(shard) for shard in shards)
-
-
-def unequal_shards(shards):
-    """Take each shard's true accuracy, and average these as equals."""
-    return mean_of_means(shards)
-
-
-def both(shards):
+def mean_of_batches(shards):
+    """Average each shard's batches as equals, and the shards as equals."""
     means = [mean_of_means(shard.split(BATCH_SIZE)) for shard in shards]
     return torch.stack(means).mean()
 
@@ -68,9 +58,8 @@ def main(path):
     hits = 100 * (logits.argmax(1) == targets).double()  # 100 % or 0 % for each image
     rows = {
         "sums and counts": (exact_shards, sums_and_counts),
-        "unequal batches": (exact_shards, unequal_batches),
-        "unequal shards": (exact_shards, unequal_shards),
-        "both": (exact_shards, both),
+        "mean of batches": (exact_shards, mean_of_batches),
+        "mean of shards": (exact_shards, mean_of_means),
         "repeated images": (padded_shards, sums_and_counts),
     }
     print_row("processes", PROCESSES, 0)

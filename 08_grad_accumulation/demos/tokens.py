@@ -34,13 +34,13 @@ def count(*micro_batches):
     return sum((targets != PADDING).sum() for _, targets in micro_batches)
 
 
-def by_micro_batch(ddp, micro_batches):
+def by_micro_batch(ddp, micro_batches, _):
     """Average the micro-batches' means; DDP averages those of the ranks."""
     for one in micro_batches:
         (mean_loss(ddp, one) / len(micro_batches)).backward()
 
 
-def by_rank(ddp, micro_batches):
+def by_rank(ddp, micro_batches, _):
     """Take the mean over this rank's tokens; DDP averages the ranks' means."""
     for one in micro_batches:
         weight = count(one) / count(*micro_batches).double()
@@ -70,7 +70,7 @@ def main():
     }
     for name, way in ways.items():
         ddp.zero_grad()
-        way(ddp, batches[dist.get_rank()])
+        way(ddp, batches[dist.get_rank()], "cpu")
         error = ((gradient(model) - wanted).norm() / wanted.norm()).item()
         if dist.get_rank() == 0:
             print(f"{name:34}: gradient off by {error:.0e}")

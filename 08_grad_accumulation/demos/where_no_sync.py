@@ -4,12 +4,17 @@ torchrun --standalone --nproc-per-node=2 08_grad_accumulation/demos/where_no_syn
 """
 
 import gc
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.counting import Collectives
 
 N = 4
 FLAG = "as a flag, after forward"
@@ -46,22 +51,15 @@ def main():
 
     for place in PLACES:
         ddp = nn.parallel.DistributedDataParallel(model)
-        all_reduces = []
-
-        def hook(group, bucket, all_reduces=all_reduces):
-            """Count the all-reduces; DDP calls this for each bucket of gradients."""
-            all_reduces.append(bucket)
-            return allreduce_hook(group, bucket)
-
-        ddp.register_comm_hook(None, hook)
         for _ in range(2):  # the second step is the one that is printed
-            all_reduces.clear()
             model.zero_grad()
-            accumulate(ddp, inputs, targets, place)
+            with Collectives() as collectives:
+                accumulate(ddp, inputs, targets, place)
+        calls = collectives.total()["all_reduce"]["calls"]  # of one bucket each
         off = (model.weight.grad - whole).norm() / whole.norm()
         dist.reduce(off, dst=0, op=dist.ReduceOp.MAX)
         if rank == 0:
-            print(f"{place:24}  all-reduces: {len(all_reduces)}  off by {off:.0e}")
+            print(f"{place:24}  all-reduces: {calls}  off by {off:.0e}")
             assert (off < 1e-12) == (place != FLAG)
 
 

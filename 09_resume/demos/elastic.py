@@ -1,14 +1,10 @@
-"""A run on one or two machines: one of them dies.
+"""A run on two machines, then on one, and on two again.
 
-python 09_resume/demos/elastic.py FOLDER B
-python 09_resume/demos/elastic.py FOLDER A
-python 09_resume/demos/elastic.py FOLDER A store_apart
+python 09_resume/demos/elastic.py FOLDER
 
-Two launchers on this machine stand for the machines A and B. In step 12 the machine
-that is named is killed, its launcher and its rank. If the run survives that, the
-machine is started again once the other one has taken step 32 alone. A's launcher has
-the launchers' store, or, with store_apart, this program has. FOLDER gets the
-checkpoints and the weights.
+Two launchers on this machine stand for the machines A and B; A's has the launchers'
+store. In step 12 machine B is killed, its launcher and its rank. When A has taken step
+32 alone, B is started again. FOLDER gets the checkpoints and the weights.
 """
 
 import os
@@ -37,7 +33,7 @@ def start(port, folder, has_store, **variables):
     """Start a machine's launcher; its rank runs this file instead of the script."""
     command = COMMAND.replace("PORT", str(port)).replace("FOLDER", str(folder))
     command = command.replace(SCRIPT, f"{__file__} {folder}")
-    # All are on the endpoint's machine, so say which of them has the store.
+    # Both are on the endpoint's machine, so say which of them has the store.
     is_host = f"--rdzv-conf=is_host={int(has_store)},"
     command = command.replace("--rdzv-conf=", is_host).replace("\\\n", "")
     return subprocess.Popen(
@@ -63,27 +59,20 @@ def train(folder):
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
-def main(folder, victim, store_apart):
+def main(folder):
     folder.mkdir(parents=True, exist_ok=True)
     print(f"on A and on B:\n$ {COMMAND}", flush=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    if not store_apart:
-        del store  # A's launcher makes one at this port
-    jobs = {}
-    for machine in "AB":
-        dies = {"DIES": "1"} if machine == victim else {}
-        has_store = machine == "A" and not store_apart
-        jobs[machine] = start(port, folder, has_store, **dies)
-    print(f"{victim}: killed by signal {-jobs.pop(victim).wait()}", flush=True)
-    (other,) = jobs.values()
-    alone = folder / "trained alone"
-    while other.poll() is None and not alone.exists():
+    # a free port, at which A's launcher makes the store
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    a = start(port, folder, has_store=True)
+    b = start(port, folder, has_store=False, DIES="1")
+    print(f"B: killed by signal {-b.wait()}", flush=True)
+    while a.poll() is None and not (folder / "trained alone").exists():
         time.sleep(0.1)
-    if other.poll() is None:
-        print(f"{victim}: started again, with the same command", flush=True)
-        jobs[victim] = start(port, folder, has_store=False)
-    sys.exit(max(job.wait() for job in jobs.values()))
+    if a.poll() is None:
+        print("B: started again, with the same command", flush=True)
+        b = start(port, folder, has_store=False)
+    sys.exit(max(a.wait(), b.wait()))
 
 
 if __name__ == "__main__":
@@ -92,4 +81,4 @@ if __name__ == "__main__":
         sys.argv[0] = SCRIPT
         train(folder)
     else:
-        main(Path(sys.argv[1]), sys.argv[2], "store_apart" in sys.argv[3:])
+        main(Path(sys.argv[1]))

@@ -1,5 +1,8 @@
 """A short script of one's own, with the lines that let it resume and stop in time.
 
+It saves at a signal only. A longer run saves every few minutes as well: a crash gives
+no warning (stage 09).
+
 torchrun --standalone --nproc-per-node=2 10_preemption/demos/stop_in_time.py
 SCRIPT=10_preemption/demos/stop_in_time.py sbatch 10_preemption/job.sbatch
 """

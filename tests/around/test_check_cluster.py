@@ -11,7 +11,6 @@ import re
 import resource
 import signal
 import socket
-import sys
 import threading
 from functools import partial
 
@@ -26,7 +25,6 @@ from tests.slurm_cluster import Cluster
 from tests.spy import call_after
 from tests.training import load_program
 from tests.training import missing_for_slurm
-from tests.training import missing_for_two_machines
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]
 CHECK = ROOT / "your_own_script" / "check_cluster.py"
@@ -289,55 +287,6 @@ def test_a_wrong_sum(tmp_path):
     done = run_ranks(tmp_path, 2, prepare=prepare)
     title = "reduce_scatter of 4K within the node"
     assert problems(done[0]) == [f"{title}: rank 1 ({HOST}) got 4, not 3"]
-
-
-# ---- two machines --------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def machines():
-    """A function that runs a rank on each of two machines, and returns their Dones."""
-    if missing := missing_for_two_machines():
-        pytest.skip(missing)
-    pair = {"TWO_MACHINES": f"check-{os.getpid()}-"}
-    script = ["bash", ROOT / "tools/two_machines.sh"]
-
-    def run(folder, hosts, address, flags=LONG):
-        commands.run([*script, "hosts", hosts], **pair)
-        shared = {**pair, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": address}
-        with contextlib.ExitStack() as stack:
-            jobs = []
-            for rank in range(2):
-                words = [*script, "on", rank + 1, sys.executable, CHECK, *FAST, *flags]
-                own = {**shared, "MASTER_PORT": 29500, "RANK": rank}
-                job = commands.start(words, folder / str(rank), **own)
-                jobs.append(stack.enter_context(job))
-            return [job.wait() for job in jobs]
-
-    commands.run([*script, "start"], **pair)
-    yield run
-    commands.run([*script, "stop"], **pair)
-
-
-def test_two_machines_are_healthy(machines, tmp_path):
-    done = machines(tmp_path, "eth0", "machine1")
-    assert [one.returncode for one in done] == [0, 0], done
-    addresses = [f"gloo at 10.0.0.{n} on rank {n - 1} (machine{n})" for n in (1, 2)]
-    assert f"ok     network: {', '.join(addresses)}\n" in done[0].stdout
-
-
-def test_a_host_name_that_means_its_own_machine(machines, tmp_path):
-    done = machines(tmp_path, "loopback", "10.0.0.1")
-    (found,) = problems(done[0])
-    what = "network: rank 0 (machine1), rank 1 (machine2): gloo at 127.0.1.1, because"
-    assert found.startswith(what)
-    assert "set GLOO_SOCKET_IFNAME to an interface" in done[0].stdout
-
-
-def test_master_addr_does_not_resolve_on_one_machine(machines, tmp_path):
-    done = machines(tmp_path, "apart", "machine1", SHORT)
-    assert problems(done[0]) == [f"versions: rank 1 {LATE}"]
-    assert done[1].returncode == 1
-    assert "rank 1 (machine2): cannot join rank 0 at MASTER_ADDR=mac" in done[1].stderr
-    assert "Name or service not known" in done[1].stderr
 
 
 # ---- flags, copies, Slurm ------------------------------------------------------------

@@ -11,42 +11,22 @@ import pytest
 from nbval.plugin import get_sanitize_patterns
 
 from harness import commands
-from harness.sections import HEAD
 from harness.stages import ROOT
 from harness.stages import first_with
 from harness.stages import known_files
 from harness.stages import notebooks
 from harness.stages import registry
 from harness.stages import stages
-from harness.stages import steps
 from nbtools import lesson
 from tests.conftest import only_in_ci
 from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
-from tests.training import missing_for_two_machines
 from tools import picture
 from tools.notebooks import show_again
 from tools.notebooks import write
+from tools.stale import only_shows
 
-(FIRST,) = set(stages()) - {stage for _, stage in steps()}  # builds on no other
-HEADINGS = [
-    "The idea",
-    "What changed",
-    "Run it",
-    "Prove it",
-    "Break it",
-    "Your turn",
-    "Where next",
-]
-# Where a notebook has the run and its proof first, and the hunks after them.
-RUN_FIRST = [HEADINGS[n] for n in (0, 2, 3, 4, 1, 5, 6)]
-FIRST_HEADINGS = [
-    "The data",
-    *RUN_FIRST[1:4],
-    "The script, section by section",
-    *RUN_FIRST[5:],
-]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 PAGES = [name for name in known_files() if name.endswith(".md")]
 
@@ -56,20 +36,8 @@ def main_notebook(stage):
 
 
 MAIN = [notebook for notebook in map(main_notebook, stages()) if notebook in ALL]
-# What is started in some notebooks, with the script that does it.
-SCRIPTS = {
-    "cluster.start(": "tools/local_slurm.sh",
-    "machines.start(": "tools/two_machines.sh",
-}
-STARTED = ("cluster", "machines")
-STARTS = {
-    name: script
-    for start, script in SCRIPTS.items()
-    for name in ALL
-    if start in (ROOT / name).read_text()
-}
 SANITIZE = ROOT / "tests/sanitize.cfg"
-USES_SLURM = [name for name, script in STARTS.items() if "slurm" in script]
+USES_SLURM = [name for name in ALL if "cluster.start(" in (ROOT / name).read_text()]
 # Words that were once used here, and are not the field's (or not English): pattern, and
 # what to say instead.
 RETIRED = {
@@ -116,11 +84,18 @@ def prose(notebook):
     return "\n".join(cell.source for cell in cells)
 
 
-def printed(cell):
-    text = "".join(
-        o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"
-    )
+def without_colors(text):
     return re.sub(r"\x1b\[\d+m", "", text)
+
+
+def printed(cell):
+    return without_colors(
+        "".join(
+            o.text
+            for o in cell.outputs
+            if o.output_type == "stream" and o.name == "stdout"
+        )
+    )
 
 
 # ---- which there are -----------------------------------------------------------------
@@ -201,8 +176,6 @@ def assert_it_runs(notebook, copy, compare=True, cells=None):
 def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy, record_property):
     missing = notebook in USES_SLURM and missing_for_slurm()
     assert not (missing and "REQUIRE_SLURM" in os.environ), missing
-    if STARTS.get(notebook) == SCRIPTS["machines.start("]:
-        missing = missing_for_two_machines()
     if missing:
         record_property(f"{notebook} was run, but not compared:", missing)
     assert_it_runs(notebook, clean_copy, compare=not missing)
@@ -211,13 +184,13 @@ def test_a_notebook_runs_alone_in_a_clean_copy(notebook, clean_copy, record_prop
 @pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("notebook", STARTS)
-def test_a_notebook_runs_without_what_it_starts(notebook, clean_copy):
-    """Without a cluster, or without network namespaces: the cells that want them."""
-    script = clean_copy / STARTS[notebook]
+@pytest.mark.parametrize("notebook", USES_SLURM)
+def test_a_notebook_runs_without_a_cluster(notebook, clean_copy):
+    """Those of its cells that want one."""
+    script = clean_copy / "tools/local_slurm.sh"
     script.write_text(f"echo not here >&2; exit 2\n{script.read_text()}")
     shorter = book(notebook)
-    shorter.cells = cells_that_want(STARTED, code_cells(notebook))
+    shorter.cells = cells_that_want(["cluster"], code_cells(notebook))
     assert 0 < len(shorter.cells) <= len(code_cells(notebook))
     nbformat.write(shorter, clean_copy / notebook)
     assert_it_runs(notebook, clean_copy, compare=False, cells=len(shorter.cells))
@@ -262,17 +235,6 @@ def test_outputs_are_compared_without_what_differs():
     text = SANITIZE.read_text()
     patterns = get_sanitize_patterns(text)
     assert len(patterns) == len(re.findall(r"^\[", text, re.MULTILINE))
-
-    def compared(output):
-        for pattern, replacement in patterns:
-            output = re.sub(pattern, replacement, output)
-        return output
-
-    one = "machine1 | Gloo connectFullMesh failed with Connect timeout [none]\n"
-    two = "machine2 | Gloo connectFullMesh failed with timed out: [127.0.1.1]\n"
-    other = "machine2 | gai error: -2\n"
-    assert compared(f"$ run\n{one}{two}") == compared(f"$ run\n{two}") == "$ run\n"
-    assert compared(f"$ run\n{one}{other}") == f"$ run\n{other}"
 
 
 @pytest.mark.slow
@@ -381,44 +343,13 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
 
 
 # ---- what they show ------------------------------------------------------------------
-@pytest.mark.parametrize("stage", stages())
-def test_the_sections_stand_in_order(stage):
-    text = prose(main_notebook(stage))
-    assert "**The problem.**" in text
-    found = re.findall(r"^## (.*)", text, re.MULTILINE)
-    wanted = FIRST_HEADINGS if stage == FIRST else HEADINGS
-    order = [heading for heading in found if heading in wanted]
-    assert order in (wanted, RUN_FIRST)
-
-
-def imports(stage):
-    """Return the statements between the docstring and the first banner of a script."""
-    module = ast.parse("\n".join(lesson.sections(stage)[HEAD]))
-    return [ast.dump(statement) for statement in module.body[1:]]
-
-
-@pytest.mark.parametrize("before, stage", steps())
-def test_the_diffs_shown_are_the_diffs_of_the_files(before, stage):
-    """Every section that differs is shown, whole or hunk by hunk, as it is now."""
-    call = rf'lesson\.show_diff\(\s*"{before}",\s*"{stage}"'
-    cells = code_cells(main_notebook(stage))
-    cells = [cell for cell in cells if re.search(call, cell.source)]
-    diffs = {
-        section: "".join(f"{line}\n" for line in lesson.diff(before, stage, section))
-        for section in lesson.sections(stage)
-    }
-    shown = "".join(map(printed, cells))
-    if imports(before) == imports(stage) and not shown.startswith(diffs[HEAD]):
-        del diffs[HEAD]  # only the docstring differs
-    assert any(diffs.values())
-    assert shown == "".join(diffs.values()), "stale: type `make notebooks SHOW=1`"
-
-
-def test_the_first_notebook_shows_its_whole_script():
-    cells = code_cells(main_notebook(FIRST))
-    shown = [printed(cell) for cell in cells if "lesson.show(" in cell.source]
-    wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(FIRST).values()]
-    assert "".join(shown) == "".join(wanted)
+@pytest.mark.parametrize("notebook", ALL)
+def test_listings_and_diffs_are_those_of_the_files_now(notebook, capsys):
+    for cell in code_cells(notebook):
+        if only_shows(cell.source):
+            exec(cell.source, {"lesson": lesson})
+            shown = without_colors(capsys.readouterr().out)
+            assert printed(cell) == shown, "stale: type `make notebooks SHOW=1`"
 
 
 def runs_of_lines(text, length):
