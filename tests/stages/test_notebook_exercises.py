@@ -18,209 +18,10 @@ import pytest
 
 from harness.stages import ROOT
 from harness.stages import notebooks
-from harness.stages import stages
 from nbtools import lesson
 from tests.conftest import only_in_ci
 
-AFTER_UNFREEZING = """        wrapped = DistributedDataParallel(model)
-    output = wrapped(images[shard])
-    loss = nn.functional.cross_entropy(output, target[shard])
-    optimizer.zero_grad()
-    loss.backward()
-"""
-BY_HAND = """    output = wrapped(images[shard])
-    loss = nn.functional.cross_entropy(output, target[shard])
-    optimizer.zero_grad()
-    loss.backward()
-    for weight in backbone.parameters():
-        if weight.grad is not None:
-            dist.all_reduce(weight.grad)
-            weight.grad /= world_size
-"""
 MISTAKES = [
-    (
-        "01 exercise 1",
-        '"order in this stage": False',
-        '"order in this stage": True',
-        "is the same in the two runs",
-    ),
-    (
-        "01 exercise 1",
-        '    "initial weights": True,\n',
-        "",
-        "no prediction for 'initial weights'",
-    ),
-    ("01 exercise 2", "(seed + epoch)", "(seed)", "begins with ["),
-    (
-        "01 exercise 2",
-        "order[rank:batch_size:world_size]",
-        "order[rank * (batch_size // world_size) :][: batch_size // world_size]",
-        "rank 0 of 3, your answer begins with",
-    ),
-    ("01 exercise 2", "randperm(n,", "randperm(1440,", "epoch 2, rank 0 of 2"),
-    ("01 exercise 2", "rank:batch_size:", "rank:48:", "has 24 images instead of 6"),
-    (
-        "02 exercise 1",
-        'removeprefix("module.")',
-        'lstrip("module.")',
-        "module.embedding became",
-    ),
-    (
-        "02 exercise 1",
-        'removeprefix("module.")',
-        'replace("module.", "")',
-        "a.module.b became ['a.b']",
-    ),
-    (
-        "02 exercise 1",
-        'removeprefix("module.")',
-        "partition('.')[2]",
-        "weight became ['']",
-    ),
-    (
-        "02 exercise 2",
-        'reduction="none"',
-        'reduction="mean"',
-        "does an image on the GPU with 13 weigh",
-    ),
-    (
-        "02 exercise 2",
-        "self.model(inputs)",
-        "self.model(inputs).detach()",
-        "the loss has no gradient",
-    ),
-    (
-        "02 exercise 2",
-        "return nn.functional.cross_entropy(",
-        "return outputs\n        nn.functional.cross_entropy(",
-        "return losses, not logits",
-    ),
-    ("03 exercise 1", "(21, 12)", "(11, 22)", "rank 0: a = 21, b = 12"),
-    (
-        "03 exercise 2",
-        "        wrapped = DistributedDataParallel(model)\n    output",
-        "    output",
-        "gradient of 0.weight and 1 more differs between the ranks",
-    ),
-    (
-        "03 exercise 2",
-        "        backbone.requires_grad_(True)\n",
-        "        pass\n",
-        "0.weight is off by",
-    ),
-    (
-        "03 exercise 2",
-        "if rank == 0:\n    torch.save",
-        "if rank == 2:\n    torch.save",
-        "has not saved its weights",
-    ),
-    (
-        "03 exercise 2",
-        "output = wrapped(images[shard])",
-        "output = model(images[shard])",
-        "differs between the ranks",
-    ),
-    ("03 exercise 3", ", sampler=sampler", "", "all ranks train on the same 6 samples"),
-    ("03 exercise 3", "wrapped(x)", "model(x)", "differs between the ranks"),
-    (
-        "03 exercise 3",
-        "if dist.get_rank() == 0:\n    print",
-        "if True:\n    print",
-        "let rank 0 alone print",
-    ),
-    ("03 exercise 3", "range(3)", "range(2)", "it trains other weights than"),
-    (
-        "03 exercise 3",
-        "local_batch_size = 12 //",
-        "local_batch_size = dist.get_rank() + 12 //",
-        "",
-    ),
-    (
-        "03 exercise 3",
-        "for _ in range(3):\n",
-        "for _ in range(3):\n    loader.epoch()\n",
-        "AttributeError: 'DataLoader' object has no attribute 'epoch' (",
-    ),
-    (
-        "03 mistakes exercise 1",
-        "/ len(x)",
-        "/ batch_size",
-        "the gradients are 1/2 of those of one process",
-    ),
-    ("03 mistakes exercise 1", "/ len(x)", "/ batch_size / 2", ""),
-    (
-        "03 mistakes exercise 1",
-        "dist.get_world_size(), sampler=sampler",
-        "1",
-        "all ranks train on the same",
-    ),
-    ("04 exercise 1", "tensor = [1, 1]", "tensor = [0, 0]", "the tensor is not [0, 0]"),
-    ("04 exercise 1", "numbers = [0, 0]", "numbers = [1, 1]", "the list is not [1, 1]"),
-    ("04 exercise 2", "str(nproc)", "nproc", "WORLD_SIZE must be a string"),
-    (
-        "04 exercise 2",
-        '"LOCAL_RANK": str(rank)',
-        '"LOCAL_RANK": "0"',
-        "LOCAL_RANK must be 1",
-    ),
-    (
-        "04 exercise 2",
-        '        "MASTER_ADDR": "127.0.0.1",\n',
-        "",
-        "MASTER_ADDR is missing",
-    ),
-    (
-        "05 exercise 2",
-        "first.float() @ second.float().T",
-        "first @ second.T",
-        "the loss is off by",
-    ),
-    (
-        "05 exercise 2",
-        "with torch.autocast(images.device.type, torch.bfloat16):\n"
-        "        first, second = "
-        "network(images), network(texts)",
-        "network.bfloat16()\n    first, second = "
-        "network(images.bfloat16()), network(texts.bfloat16())",
-        "weights are torch.bfloat16 from now on",
-    ),
-    (
-        "05 exercise 2",
-        "with torch.autocast(images.device.type, torch.bfloat16):",
-        "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):",
-        "no gradient gets to the network",
-    ),
-    (
-        "05 exercise 2",
-        "network(images), network(texts)",
-        "network(images), network(texts).detach()",
-        "the gradient is",
-    ),
-    (
-        "05 exercise 1",
-        '"x + w": "float32"',
-        '"x + w": "bfloat16"',
-        "x + w is not bfloat16",
-    ),
-    ("05 fp16 exercise 1", "    scaler.unscale_(optimizer)\n", "", "is off by"),
-    (
-        "05 fp16 exercise 1",
-        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
-        "",
-        "is off by",
-    ),
-    (
-        "05 fp16 exercise 1",
-        "    scaler.unscale_(optimizer)\n",
-        "    scaler.unscale_(optimizer)\n    scaler.unscale_(optimizer)\n",
-        "unscale_() has already been called",
-    ),
-    (
-        "05 fp16 exercise 1",
-        "    scaler.step(optimizer)\n",
-        "    optimizer.step()\n    scaler.unscale_(optimizer)\n",
-        "unscale_() has already been called",
-    ),
     ("06 exercise 1", "[0, 0, 0, 0]", "[0, 1, 2, 3]", "it is not srun that replaces"),
     ("06 exercise 2", "sbatch --nodes", "srun --nodes", "with sbatch"),
     ("06 exercise 2", "--nodes=4", "--nodes=8", "8 GPUs are 4 nodes"),
@@ -511,7 +312,6 @@ MISTAKES = [
 ]
 # Other right answers, which a check must not refuse.
 RIGHT = [
-    ("03 exercise 2", AFTER_UNFREEZING, BY_HAND),
     ("06 exercise 2", "--nodes=4", "--exclusive -N 4"),
     ("06 exercise 2", "--gpus-per-node=2 --cpus-per-task=16", "--gres gpu:2 -c 16"),
     ("10 exercise 3", "--time=8:00:00", "--time=480"),
@@ -656,10 +456,7 @@ def test_another_right_answer_is_not_refused(name, text, replacement, say):
 
 
 def test_the_solutions_are_linked():
-    """And every stage has exercises."""
-    with_exercises = [path for path in notebooks() if exercises(path)]
-    assert {path.parent.name for path in with_exercises} == set(stages())
-    for path in with_exercises:
+    for path in [path for path in notebooks() if exercises(path)]:
         assert "](solutions.py)" in path.read_text(), path
 
 

@@ -11,14 +11,12 @@ import pytest
 from nbval.plugin import get_sanitize_patterns
 
 from harness import commands
-from harness.sections import HEAD
 from harness.stages import ROOT
 from harness.stages import first_with
 from harness.stages import known_files
 from harness.stages import notebooks
 from harness.stages import registry
 from harness.stages import stages
-from harness.stages import steps
 from nbtools import lesson
 from tests.conftest import only_in_ci
 from tests.conftest import only_in_release
@@ -28,25 +26,8 @@ from tests.training import missing_for_two_machines
 from tools import picture
 from tools.notebooks import show_again
 from tools.notebooks import write
+from tools.stale import only_shows
 
-(FIRST,) = set(stages()) - {stage for _, stage in steps()}  # builds on no other
-HEADINGS = [
-    "The idea",
-    "What changed",
-    "Run it",
-    "Prove it",
-    "Break it",
-    "Your turn",
-    "Where next",
-]
-# Where a notebook has the run and its proof first, and the hunks after them.
-RUN_FIRST = [HEADINGS[n] for n in (0, 2, 3, 4, 1, 5, 6)]
-FIRST_HEADINGS = [
-    "The data",
-    *RUN_FIRST[1:4],
-    "The script, section by section",
-    *RUN_FIRST[5:],
-]
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 PAGES = [name for name in known_files() if name.endswith(".md")]
 
@@ -116,11 +97,18 @@ def prose(notebook):
     return "\n".join(cell.source for cell in cells)
 
 
-def printed(cell):
-    text = "".join(
-        o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"
-    )
+def without_colors(text):
     return re.sub(r"\x1b\[\d+m", "", text)
+
+
+def printed(cell):
+    return without_colors(
+        "".join(
+            o.text
+            for o in cell.outputs
+            if o.output_type == "stream" and o.name == "stdout"
+        )
+    )
 
 
 # ---- which there are -----------------------------------------------------------------
@@ -381,44 +369,13 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
 
 
 # ---- what they show ------------------------------------------------------------------
-@pytest.mark.parametrize("stage", stages())
-def test_the_sections_stand_in_order(stage):
-    text = prose(main_notebook(stage))
-    assert "**The problem.**" in text
-    found = re.findall(r"^## (.*)", text, re.MULTILINE)
-    wanted = FIRST_HEADINGS if stage == FIRST else HEADINGS
-    order = [heading for heading in found if heading in wanted]
-    assert order in (wanted, RUN_FIRST)
-
-
-def imports(stage):
-    """Return the statements between the docstring and the first banner of a script."""
-    module = ast.parse("\n".join(lesson.sections(stage)[HEAD]))
-    return [ast.dump(statement) for statement in module.body[1:]]
-
-
-@pytest.mark.parametrize("before, stage", steps())
-def test_the_diffs_shown_are_the_diffs_of_the_files(before, stage):
-    """Every section that differs is shown, whole or hunk by hunk, as it is now."""
-    call = rf'lesson\.show_diff\(\s*"{before}",\s*"{stage}"'
-    cells = code_cells(main_notebook(stage))
-    cells = [cell for cell in cells if re.search(call, cell.source)]
-    diffs = {
-        section: "".join(f"{line}\n" for line in lesson.diff(before, stage, section))
-        for section in lesson.sections(stage)
-    }
-    shown = "".join(map(printed, cells))
-    if imports(before) == imports(stage) and not shown.startswith(diffs[HEAD]):
-        del diffs[HEAD]  # only the docstring differs
-    assert any(diffs.values())
-    assert shown == "".join(diffs.values()), "stale: type `make notebooks SHOW=1`"
-
-
-def test_the_first_notebook_shows_its_whole_script():
-    cells = code_cells(main_notebook(FIRST))
-    shown = [printed(cell) for cell in cells if "lesson.show(" in cell.source]
-    wanted = ["\n".join(lines) + "\n" for lines in lesson.sections(FIRST).values()]
-    assert "".join(shown) == "".join(wanted)
+@pytest.mark.parametrize("notebook", ALL)
+def test_listings_and_diffs_are_those_of_the_files_now(notebook, capsys):
+    for cell in code_cells(notebook):
+        if only_shows(cell.source):
+            exec(cell.source, {"lesson": lesson})
+            shown = without_colors(capsys.readouterr().out)
+            assert printed(cell) == shown, "stale: type `make notebooks SHOW=1`"
 
 
 def runs_of_lines(text, length):
