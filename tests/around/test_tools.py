@@ -352,35 +352,21 @@ def test_make_site_without_sphinx_is_one_line(tmp_path):
 
 
 # ---- make demo -----------------------------------------------------------------------
-README = (ROOT / "README.md").read_text()
-SHOWN = [
-    tuple(line.strip("| ").split(" | "))
-    for line in re.findall(r"^\| \d\d_.*", README, re.MULTILINE)
-]
-
-
 @pytest.mark.parametrize(
     "wanted",
     [first_with("images"), only_in_ci(first_with("torchrun")), only_in_release("")],
 )
-def test_the_demo_ends_with_the_table_that_readme_shows_in_part(wanted):
-    """The one of a stage, or of all; each difference may be another one, as tiny."""
+def test_the_demo_ends_with_a_table_of_equal_weights(wanted):
+    """Of a stage, or of all: each trains the weights of one process."""
     done = commands.run(f"python -m tools.demo {wanted}", seconds=600)
     titles, *rows = done.stdout.rpartition("\nstage ")[2].split("\n\n")[0].splitlines()
     assert titles.split()[:3] == ["launch", "processes", "device"]
     *_, last = stages()
     assert rows[-1].split()[0] == (wanted or last)
-    printed = {}
-    for name, _, processes, _, _, loss, accuracy, _, difference in map(str.split, rows):
-        printed[name, processes, loss, accuracy] = float(difference)
-    first, *others = printed.values()
-    assert first == 0 and float(accuracy) >= (95 if wanted else 25)
-    compared = 0
-    for *row, difference in SHOWN:
-        if not wanted or row[0] == wanted:
-            compared += 1
-            assert max(printed[tuple(row)], float(difference)) <= 1e-11
-    assert compared == (1 if wanted else len(SHOWN)) and len(SHOWN) >= 5
+    differences = [float(row.split()[-1]) for row in rows]
+    assert differences[0] == 0 and max(differences) <= 1e-11
+    accuracy = rows[-1].split()[6]
+    assert float(accuracy) >= (95 if wanted else 25)
 
 
 def test_the_demo_knows_its_stages(monkeypatch, capsys):

@@ -48,9 +48,9 @@ def test_the_diff_shows_lines_of_both_scripts():
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_the_commands_to_try_work_on_so_many_processes(processes, tmp_path):
-    install, enter, *commands = TRY.splitlines()
+    install, enter, *typed = TRY.splitlines()
     assert (install, enter) == ("pip install torch", "cd your_own_script")
-    alone, several, check = commands
+    alone, several, check = typed
     assert alone.startswith("python ") and several.startswith("torchrun ")
     several = several.replace("per-node=2", f"per-node={processes}")
     (tmp_path / "work").mkdir()
