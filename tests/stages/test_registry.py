@@ -35,7 +35,7 @@ def test_the_stages_are_the_folders_and_have_numbers_without_a_gap():
 
 @pytest.mark.parametrize("stage", stages())
 def test_a_stage_has_its_files_and_builds_on_another(stage):
-    for name in ("train.py", f"{stage}.ipynb", "solutions.py"):
+    for name in ("train.py", f"{stage}.ipynb"):
         assert (ROOT / stage / name).is_file()
     first, *_ = stages()
     assert (registry()[stage].builds_on is None) == (stage == first)
