@@ -7,14 +7,16 @@ VENV = .venv$(addprefix -torch-,$(TORCH))
 PY = $(VENV)/bin/python
 DEMO_INSTALLED = $(VENV)/demo-installed
 INSTALLED = $(VENV)/installed
-SITE_INSTALLED = $(VENV)/site-installed
+# Of its own, because the site needs no torch.
+SITE_PY = .venv-site/bin/python
+SITE_INSTALLED = .venv-site/installed
 # Otherwise the versions are those of the lock, whatever else pip was told.
 PIP_INSTALL = $(if $(TORCH),,PIP_CONSTRAINT=requirements.lock) $(PY) -m pip install --disable-pip-version-check
 WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check update lock notebooks zh pages sizes diff propagate new-stage steps site exits gpu ray trl horovod torchft
+.PHONY: help demo test benchmark check update lock notebooks diff propagate site zh zh-notebooks gpu ray trl horovod torchft
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -25,30 +27,27 @@ help:
 	@echo "make test TORCH=2.11  run them with that version of torch, or TORCH=latest"
 	@echo "make benchmark        measure the stages (ARGS=... is passed on)"
 	@echo "make check            lint, format and the fast tests: half a minute"
-	@echo "make update           after an edit: do all below, down to make steps, that it made stale (RUNS=no)"
+	@echo "make update           after an edit: do all below that it made stale (RUNS=no)"
 	@echo "make notebooks        run the notebooks and store their outputs (NOTEBOOKS=...)"
 	@echo "make notebooks SHOW=1 only their listings, diffs and pictures"
-	@echo "make zh               carry changes over to the Chinese texts (NEW=..., SAME=03:12)"
-	@echo "make pages            write the lists of stages and docs/faults.md, draw docs/*.png"
-	@echo "make sizes            print how long scripts, notebooks, pages and recipes are"
 	@echo "make diff B=05        show what a stage changes (A=NN: against that stage)"
-	@echo "make new-stage NAME=15_x  begin a stage (FROM=NN: it builds on that one)"
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
-	@echo "make steps            record tools/site/steps.json, a training step of some stages"
-	@echo "make site             build the pages and notebooks as a site, in docs/_build"
+	@echo "make site             build the pages and notebooks as a site, in docs/_build/html"
+	@echo "make zh               bring the Chinese catalogs up to date; lists what waits (NEW=docs/...)"
+	@echo "make zh-notebooks     write Chinese notebooks, NAME.zh-CN.ipynb, to run"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make ray              install Ray Train in .venv-ray and run its test"
 	@echo "make trl              install TRL in .venv-trl and run its test"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make torchft          install torchft in .venv-torchft and run its test"
 	@echo "make lock             write requirements.lock: the versions that pip gives today"
-	@echo "make exits            start each launched stage 100 times; count the failures"
 
 # The scripts run with Python 3.10, too; the tools and the tests read stages.toml by tomllib.
 is_recent = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "$(1) is not Python 3.11 or later; to name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 
 ifeq ($(origin PY),command line)
+SITE_PY = $(PY)
 # An environment of the reader's own: nothing is installed there.
 .PHONY: $(DEMO_INSTALLED) $(INSTALLED) $(SITE_INSTALLED)
 $(DEMO_INSTALLED) $(INSTALLED) $(SITE_INSTALLED):
@@ -67,8 +66,10 @@ $(INSTALLED): $(DEMO_INSTALLED) requirements-notebooks.txt requirements-dev.txt
 	$(PIP_INSTALL) $(WANTED_TORCH) -r requirements.txt -r requirements-notebooks.txt -r requirements-dev.txt
 	@touch $@
 
-$(SITE_INSTALLED): $(INSTALLED) tools/site/requirements.txt
-	$(PIP_INSTALL) -r tools/site/requirements.txt
+$(SITE_INSTALLED): tools/site/requirements.txt requirements.lock
+	@$(call is_recent,$(PYTHON))
+	$(PYTHON) -m venv .venv-site
+	$(SITE_PY) -m pip install --disable-pip-version-check -r tools/site/requirements.txt -c requirements.lock
 	@touch $@
 endif
 
@@ -87,7 +88,7 @@ check: $(INSTALLED)
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
 	$(PY) -m pytest -q -m "not slow and not long" \
-	  $(addprefix tests/*/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py translation.py) \
+	  $(addprefix tests/*/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py) \
 	  || failed=1; \
 	exit $$failed
 
@@ -101,38 +102,36 @@ lock: $(INSTALLED)
 notebooks: $(INSTALLED)
 	$(PY) -m tools.notebooks $(if $(SHOW),--show) $(NOTEBOOKS)
 
-zh: $(INSTALLED)
-	@$(PY) -m tools.zh $(addprefix --new=,$(NEW)) $(addprefix --same=,$(SAME)) $(ZH)
-
-pages: $(INSTALLED)
-	$(PY) -m tools.pages
-
-sizes: $(INSTALLED)
-	@$(PY) -m tools.sizes
-
 diff:
 	@$(ANY_PYTHON) -m tools.diff $(addprefix --from=,$(A)) $(B)
 
 propagate: $(INSTALLED)
 	@$(PY) -m tools.propagate $(FROM)
 
-new-stage: $(INSTALLED)
-	@$(PY) -m tools.new_stage $(addprefix --from=,$(FROM)) $(NAME)
-
-steps: $(INSTALLED)
-	$(PY) -m tools.record_steps
+# In English, in Chinese, and what searches both. A warning is an error.
+SPHINX = $(SITE_PY) -m sphinx --quiet --jobs auto -c tools/site
+STRICTLY = --fail-on-warning --keep-going
 
 site: $(SITE_INSTALLED)
-	@$(PY) -c 'import matplotlib, myst_nb, sphinx_book_theme, sphinx_copybutton' 2>/dev/null \
-	  || { echo "$(PY) has no Sphinx, or not all of what the site needs: $(PY) -m pip install -r tools/site/requirements.txt" >&2; exit 2; }
+	@$(SITE_PY) -c 'import matplotlib, myst_nb, pagefind, sphinx_book_theme, sphinx_copybutton, sphinxext.opengraph' 2>/dev/null \
+	  || { echo "$(SITE_PY) has no Sphinx, or not all of what the site needs: $(SITE_PY) -m pip install -r tools/site/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
 	@echo "building the site: two minutes on two idle CPU cores"
-	@$(PY) -m sphinx --fail-on-warning --keep-going --jobs auto \
-	  -c tools/site . docs/_build/html
-	@echo "open docs/_build/html/index.html"
+	@$(SITE_PY) tools/site/catalogs.py
+	@$(SITE_PY) tools/site/pictures.py
+	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees . docs/_build/html
+	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees-zh -t zh . docs/_build/html/zh_CN
+	@$(SITE_PY) -m pagefind --site docs/_build/html --root-selector article --exclude-selectors .headerlink --quiet
+	@echo "open docs/_build/html/index.html; the search needs a server:"
+	@echo "$(SITE_PY) -m http.server -d docs/_build/html"
 
-exits: $(INSTALLED)
-	$(PY) -m pytest -m long tests/stages/test_exits.py -s
+zh: $(SITE_INSTALLED)
+	@rm -rf docs/_build/gettext
+	@$(SPHINX) -b gettext -d docs/_build/doctrees-gettext . docs/_build/gettext
+	@tools/site/merge_catalogs.sh docs/_build/gettext $(NEW)
+
+zh-notebooks: $(SITE_INSTALLED)
+	@$(SITE_PY) tools/site/zh_notebooks.py
 
 # Nothing is installed: the machine need not reach the internet.
 gpu:

@@ -79,19 +79,3 @@ def loading_and_training(load=160, train=100):
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
     together.legend(ncols=2, frameon=False, fontsize=14, **below)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "one process": "单进程",
-    "process {} of {}": "进程 {}（共 {} 个）",
-    "step {}: a global batch of {}": "step {}：全局 batch 为 {}",
-    "load a batch": "加载一个 batch",
-    "no workers, and each step is waited for: {} ms per batch": (
-        "没有 worker，每个 step 都等 GPU：每个 batch {} ms"
-    ),
-    "the process": "训练进程",
-    "train on it": "用这个 batch 训练",
-    "training": "训练",
-    "two workers: {} ms per batch": "两个 worker：每个 batch {} ms",
-}

@@ -79,21 +79,3 @@ def memory_by_gpu(held):
     axis.legend(loc="lower right", frameon=False, fontsize=14)
     axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "add up\ngradients": "累加\n梯度",
-    "all GPUs compute": "所有 GPU 都计算",
-    "copies between GPUs": "GPU 之间复制",
-    "copy model,\nsplit batch": "复制模型，\n拆分 batch",
-    "gather\noutputs": "收集\n输出",
-    "only GPU 0 computes": "只有 GPU 0 计算",
-    "optimizer\nstep": "更新\n参数",
-    "scatter\ngradients": "分发\n梯度",
-    "time (not to scale)": "时间（不按比例）",
-    "Adam's state": "Adam 的状态",
-    "gradient of\nlog softmax": "log softmax\n的梯度",
-    "gradient of\nlogits": "logits\n的梯度",
-    "each other GPU": "其他 GPU（每块）",
-}

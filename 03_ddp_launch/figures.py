@@ -54,12 +54,9 @@ def ddp_step_on_four_gpus(narrow=False):
 
 @picture
 @readable
-def collectives(narrow=False):
+def collectives():
     """Draw what three ranks hold before and after four collectives; ?: undefined."""
-    if narrow:
-        _, axes = plt.subplots(3, 2, figsize=(6, 6.6))
-    else:
-        _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
+    _, axes = plt.subplots(1, 5, figsize=(10, 2.3))
     total = "1 + 2 + 3"
     held = {
         "before": ("1", "2", "3"),
@@ -86,11 +83,11 @@ def collectives(narrow=False):
 
 @picture
 @readable
-def star_and_ring(narrow=False):
+def star_and_ring():
     """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
     places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
     row = [(0, 0.9), (-1.15, -0.7), (0, -0.7), (1.15, -0.7)]  # rank 0 above the others
-    star, ring, curves = panels(3, 3, narrow)
+    star, ring, curves = panels(3, 3)
     for axis, title in ((star, "all through rank 0"), (ring, "a ring")):
         axis.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal", title=title)
         axis.axis("off")
@@ -207,45 +204,3 @@ def losses_by_batch(batches, losses, small):
     axis.xaxis.set_minor_locator(plt.NullLocator())
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "a bucket of gradients: added up over all GPUs": "一个梯度桶：在所有 GPU 上求和",
-    "each GPU computes": "各 GPU 计算",
-    "forward, loss": "前向、loss",
-    "before": "通信前",
-    "broadcast": "广播（broadcast）",
-    "a ring": "环",
-    "all through rank 0": "都经过 rank 0",
-    "by each rank of\na ring: {}": "环中的每个 rank：\n{}",
-    "by rank 0:\n{}": "rank 0：{}",
-    "copies of gradients sent": "发送的梯度份数",
-    "processes n": "进程数 n",
-    "1st call": "第 1 次",
-    "2nd call": "第 2 次",
-    "has no second call": "没有第 2 次调用",
-    "averaged with a different batch": "与错位的 batch 求平均",
-    "nobody": "没有 batch",
-    "DDP copies\nrank 0's": "DDP 复制\nrank 0 的值",
-    "forward\nbegins": "前向\n开始",
-    "made": "创建后",
-    "running mean": "滑动均值",
-    "step {}\ndone": "step {}\n之后",
-    "connection error": "连接错误",
-    "ended by torchrun": "被 torchrun 结束",
-    "is ending": "正在结束",
-    "runs": "运行",
-    "ends: torchrun notices it first": "结束，torchrun 最先发现",
-    "rank {} takes longest to end": "rank {} 结束得最慢",
-    "time (drawn, not measured); x: the rank raises": (
-        "时间（示意，非实测）；×：rank 抛出异常"
-    ),
-    "global batch (log scale)": "全局 batch（对数坐标）",
-    "lr unchanged": "lr 不变",
-    "training loss, sixth epoch": "训练 loss，第 6 个 epoch",
-    "built for len(train_loader) steps": "按 len(train_loader) 个 step 构造",
-    "built for the old number of steps": "按原来的 step 数构造",
-    "last step, on {} GPUs": "最后一个 step（{} 块 GPU）",
-    "lr / peak": "lr / 峰值",
-}

@@ -13,7 +13,7 @@ from nbtools.drawing import picture
 
 
 @picture
-def number_formats(narrow=False):
+def number_formats():
     """Draw the bits of four number formats, and the magnitudes that each can hold."""
     formats = {  # bits of exponent and fraction, smallest number, text
         "float32": (8, 23, 2.0**-149, "1e-45 to 3e38"),
@@ -22,7 +22,7 @@ def number_formats(narrow=False):
         "float16": (5, 10, 2.0**-24, "6e-8 to 65,504"),
     }
     parts = {"sign": "tab:gray", "exponent": "tab:orange", "fraction": "tab:blue"}
-    left, right = panels(2, 3.2, narrow, width_ratios=(1.15, 1))
+    left, right = panels(2, 3.2, width_ratios=(1.15, 1))
     for row, (name, (exponent, fraction, least, text)) in enumerate(formats.items()):
         start = 0
         for bits, color in zip((1, exponent, fraction), parts.values(), strict=True):
@@ -45,7 +45,7 @@ def number_formats(narrow=False):
     left.set(title="one box per bit", xticks=[])
     left.set_yticks(range(4), formats, size=12)
     right.set_title("powers of ten (pale: fewer digits)")
-    right.set_yticks(range(4) if narrow else [], formats if narrow else [], size=12)
+    right.set_yticks([])
     right.tick_params(axis="x", labelsize=12)
     for axis in (left, right):
         axis.invert_yaxis()
@@ -89,31 +89,3 @@ def a_mixed_precision_step(scaled=False):
             start = (x + 0.15, row - down * away)
             arrow(axis, start, (end - 0.15, below + down * there))
     axis.text(0.62, 0.88, "copies", size=12, weight="bold")
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "6e-8 to 65,504": "6e-8 到 65504",
-    "{}e{} to {}": "{}e{} 到 {}",
-    "exponent": "指数",
-    "fraction": "尾数",
-    "sign": "符号位",
-    "one box per bit": "每格一位",
-    "only inside products": "只在乘法内部使用",
-    "powers of ten (pale: fewer digits)": "10 的幂次（浅色：有效位数变少）",
-    "16 bits": "16 位",
-    "all-reduce\nto .grad": "all-reduce\n写入 .grad",
-    "× scale": "× 缩放\n因子",
-    "÷ scale": "÷ 缩放\n因子",
-    "becomes zero in float16": "在 float16 中变成零",
-    "gradient": "梯度",
-    "log2 of the magnitude": "绝对值的 log2",
-    "loses digits": "有效位数变少",
-    "times 2^16": "乘以 2^16",
-    "loss scale": "缩放因子",
-    "overflow: step skipped": "上溢：跳过这个 step",
-    "MiB, each network to its own scale": "MiB（两个网络的比例尺不同）",
-    "convolutions, batch of {}": "卷积网络，batch size 为 {}",
-    "wide layers, batch of {}": "宽的线性层，batch size 为 {}",
-    "optimizer": "优化器状态",
-}

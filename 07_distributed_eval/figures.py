@@ -34,13 +34,3 @@ def counts_of_two_shards():
             box(axis, left + 0.7, y, text, "0.85")
             arrow(axis, (left + 1.6, y), (left + 2.5, -2.15), color)
         axis.text(left + 2.7, -2.15, result, va="center", weight="bold", size=13)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "{} of {} are right": "{1} 张中 {0} 张正确",
-    "{} of {}: {} %": "{}/{}：{} %",
-    "{} of {}": "{}/{}",
-    "add up the counts, then divide": "先把计数相加，再相除",
-    "divide, then average: wrong": "先相除，再求平均：错误",
-}

@@ -34,13 +34,3 @@ def one_step_of_micro_batches():
         axis.spines[["top", "right"]].set_visible(False)
     axes[1].set_xlabel("time (drawn, not measured; not to scale)")
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "each rank": "每个 rank",
-    "network": "通信",
-    "step": "更新",
-    "with no_sync: 1 all-reduce": "有 no_sync：1 次 all-reduce",
-    "without no_sync: 4 all-reduces": "没有 no_sync：4 次 all-reduce",
-}

@@ -135,33 +135,3 @@ def two_layouts_of_buckets():
             x += 0.5
     arrow(axis, (0, -0.75), (12.1, -0.75), "tab:gray")
     axis.text(6, -1.05, "place in the buffer (not to scale)", fontsize=11, **style)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "checkpoint, step {}": "检查点：step {}",
-    "first run": "第一次运行",
-    "second run": "第二次运行",
-    "killed in step {}": "第 {} 个 step 期间被 kill",
-    "resumes here": "从这里恢复",
-    "steps {} to {}: taken twice": "第 {} 到 {} 个 step：执行了两次",
-    "not interrupted": "没有中断",
-    "resumed without the scheduler": "恢复时缺少学习率调度器",
-    "3 heartbeats\nof B missed": "B 缺失\n3 次心跳",
-    "{}: launcher": "{}：启动器",
-    "{}: rank": "{}：rank",
-    "B is back": "B 回来",
-    "B is killed": "B 被 kill",
-    "heartbeat": "心跳",
-    "one rank,\nfrom step {}": "一个 rank，\n从第 {} 个 step 起",
-    "two ranks,\nfrom step {}": "两个 rank，\n从第 {} 个 step 起",
-    "two ranks": "两个 rank",
-    "first bucket": "第一个梯度桶",
-    "second bucket": "第二个梯度桶",
-    "one bucket": "一个梯度桶",
-    "first layer": "第一层",
-    "middle layer": "中间层",
-    "last layer": "最后一层",
-    "later steps": "之后的 step",
-    "place in the buffer (not to scale)": "在 buffer 中的位置（不按比例）",
-}

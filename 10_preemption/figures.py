@@ -127,37 +127,3 @@ def sigterm_by_plugin(plugin, senders):
     for n, sender in enumerate(used):
         axis.plot(3 * n, -1.1, "s", color=SENDERS[sender], alpha=0.45, ms=16)
         axis.text(3 * n + 0.25, -1.1, sender, size=13, va="center")
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "its gradients wait for rank 1's": "等待 rank 1 的梯度",
-    "all-reduce: 0 + 1 signals,\nso both stop here": (
-        "all-reduce：0 + 1 个信号，\n所以两个 rank 都在这里停下"
-    ),
-    "each rank looks at its own signals": "每个 rank 只看自己收到的信号",
-    "save": "保存",
-    "stops": "停止",
-    "they ask each other after the step": "各个 rank 在 step 之后同步停止标志",
-    "wait": "等待",
-    "waits for the checkpoint": "等待检查点写完",
-    "SIGKILL after KillWait, if a process is left": (
-        "KillWait 之后若还有进程，发送 SIGKILL"
-    ),
-    "all ranks agree": "所有 rank 达成一致",
-    "batch script": "批处理脚本",
-    "batch\nscript": "批处理\n脚本",
-    "exit 143": "退出码 143",
-    "ranks": "各个 rank",
-    "requeue": "重新排队",
-    "resumed from\nstep {}": "从第 {} 个 step\n恢复",
-    "the job is preempted": "作业被抢占",
-    "the time limit is near": "即将达到时间限制",
-    "waits until srun has ended": "等到 srun 结束",
-    "batch step": "批处理作业步",
-    "job step,\nby {}": "作业步：\n{} 启动",
-    "loader\nworker": "worker",
-    "from both": "来自两者",
-    "from {}": "来自 {}",
-    "no SIGTERM": "没有收到 SIGTERM",
-}

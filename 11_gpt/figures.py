@@ -8,11 +8,11 @@ from nbtools.drawing import picture
 
 
 @picture
-def a_window_and_its_targets(narrow=False):
+def a_window_and_its_targets():
     """Draw a window of a text, its targets, and which bytes each position may see."""
     window = "Each rank"
     length = len(window) - 1
-    left, right = panels(2, 3, narrow, width_ratios=(1.5, 1))
+    left, right = panels(2, 3, width_ratios=(1.5, 1))
     for row, (name, letters, color) in enumerate(
         (("targets", window[1:], "tab:brown"), ("inputs", window[:-1], "tab:gray"))
     ):
@@ -45,13 +45,3 @@ def a_window_and_its_targets(narrow=False):
     right.set(xlim=(-1.8, length + 0.2), ylim=(-0.2, length + 2.2), aspect="equal")
     right.axis("off")
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "8 predictions in one window": "一个窗口中的 8 次预测",
-    "an input": "每个输入",
-    "inputs": "输入",
-    "sees these inputs": "能看到这些输入",
-    "targets": "目标",
-}

@@ -69,14 +69,3 @@ def a_step_of_fsdp():
     for axis in (time, held):
         axis.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "+ root": "+ 根",
-    "root": "根",
-    "compute": "计算",
-    "step": "更新",
-    "whole gradients": "完整的梯度",
-    "whole weights": "完整的权重",
-}

@@ -38,13 +38,3 @@ def shards_written_and_read():
         arrow(axis, (8.15, start), (9.25, end))
     axis.text(0.7, -0.8, "saved by 2 ranks", ha="center", size=13)
     axis.text(9.7, -0.8, "loaded by 3 ranks", ha="center", size=13)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "{}\nrows {}": "{}\n第 {} 行",
-    "saved by {} ranks": "由 {} 个 rank 保存",
-    "loaded by {} ranks": "由 {} 个 rank 加载",
-    "last": "最后",
-    "rename": "改名",
-}

@@ -1,5 +1,7 @@
 """The pictures in this stage's notebooks. Only given numbers are measured."""
 
+from fractions import Fraction
+
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import COLORS
@@ -190,95 +192,61 @@ def a_mesh_of_ranks(rows=4, columns=2, machines=2):
     axis.text(right + 0.9, rows / 2 + 0.2, text, va="center", size=11)
 
 
-@picture
-def passes_of_schedules(schedules):
-    """Draw when the passes of each schedule begin and end, and what process 0 holds.
+def timeline(orders):
+    """Return (name, begin, end) of each process's passes, as early as they can be.
 
-    schedules: {name: (of each process (pass, begin, end), bubble, (slot, held) ...)}
+    orders: for each process the names of its passes in order, such as ["F0", "B0"]. A
+    backward pass takes twice as long as a forward pass, and sending takes no time.
     """
-    passes = [of_ranks for of_ranks, _, _ in schedules.values()]
-    length = max(row[-1][2] for of_ranks in passes for row in of_ranks)
-    of_passes = {"F": "tab:green", "B": "tab:orange"}  # as activations, and gradients
-    _, axes = plt.subplots(
-        len(schedules) + 1,
-        figsize=(11, 9.4),
-        sharex=True,
-        height_ratios=[*map(len, passes), 3.5],
-    )
-    for axis, (name, (of_ranks, bubble, _)) in zip(
-        axes, schedules.items(), strict=False
-    ):
-        end = max(row[-1][2] for row in of_ranks)
-        idle = {"facecolor": "white", "edgecolor": "0.75", "hatch": "///", "lw": 0}
-        axis.add_patch(plt.Rectangle((0, 0), end, len(of_ranks), **idle))
-        for rank, row in enumerate(of_ranks):
+    ends, rows = {}, [[] for _ in orders]
+    while any(len(row) < len(order) for row, order in zip(rows, orders, strict=True)):
+        for rank, (row, order) in enumerate(zip(rows, orders, strict=True)):
+            if len(row) == len(order):
+                continue
+            name = order[len(row)]
+            # what it needs comes from the process before, or in backward after it
+            other = rank - 1 if name[0] == "F" else rank + 1
+            if 0 <= other < len(orders) and (other, name) not in ends:
+                continue
+            begin = max(ends.get((other, name), 0), row[-1][2] if row else 0)
+            ends[rank, name] = begin + (1 if name[0] == "F" else 2)
+            row.append((name, begin, ends[rank, name]))
+    return rows
+
+
+@picture
+def passes_of_schedules(printed):
+    """Draw when the passes of each schedule begin and end.
+
+    printed: {name of a schedule: what demos/pipeline.py has printed}
+    """
+    _, axes = plt.subplots(len(printed), figsize=(11, 6.2), sharex=True)
+    colors = {"F": "tab:green", "B": "tab:orange"}  # as activations, and gradients
+    idle = {"facecolor": "white", "edgecolor": "0.75", "hatch": "///", "lw": 0}
+    for axis, (name, text) in zip(axes, printed.items(), strict=True):
+        lines = [line for line in text.splitlines() if line.startswith("rank ")]
+        rows = timeline([line.split("; ")[1].split() for line in lines])
+        end = max(row[-1][2] for row in rows)
+        axis.add_patch(plt.Rectangle((0, 0), end, len(rows), **idle))
+        for rank, row in enumerate(rows):
             for each, begin, stop in row:
                 place = ((begin, rank), stop - begin, 1)
-                alpha = 0.35 if each[0].isupper() else 0.75
                 axis.add_patch(plt.Rectangle(*place, facecolor="white"))
-                style = {"facecolor": of_passes[each[0].upper()], "alpha": alpha}
-                axis.add_patch(plt.Rectangle(*place, edgecolor="0.3", lw=0.6, **style))
+                style = {"facecolor": colors[each[0]], "edgecolor": "0.3", "lw": 0.6}
+                axis.add_patch(plt.Rectangle(*place, alpha=0.5, **style))
                 middle = (begin + stop) / 2, rank + 0.5
-                axis.text(*middle, each[1:], ha="center", va="center", size=10)
-        numbers = [f"process {rank}" for rank in range(len(of_ranks))]
-        axis.set_yticks([rank + 0.5 for rank in range(len(of_ranks))], numbers, size=11)
-        axis.set(xlim=(0, length), ylim=(len(of_ranks), 0), xticks=[])
-        title = f"{name}: bubble {bubble}"
+                axis.text(*middle, each[1:], ha="center", va="center", size=11)
+        numbers = [f"process {rank}" for rank in range(len(rows))]
+        axis.set_yticks([rank + 0.5 for rank in range(len(rows))], numbers, size=11)
+        axis.set(xlim=(0, end), ylim=(len(rows), 0), xticks=[])
+        work = sum(stop - begin for row in rows for _, begin, stop in row)
+        title = f"{name}: bubble {1 - Fraction(work, end * len(rows))}"
         axis.set_title(title, loc="left", weight="bold", size=12)
-    lines = ("black", "tab:gray", "tab:red")
-    for (name, (_, _, held)), color in zip(schedules.items(), lines, strict=True):
-        style = {"where": "post", "color": color, "lw": 2}
-        axes[-1].step(*zip(*held, strict=True), label=name, **style)
-    title = "micro-batches in flight on process 0"
-    axes[-1].set_title(title, loc="left", weight="bold", size=12)
-    axes[-1].set(ylim=(0, None))
-    axes[-1].set_xlabel("time", size=11)
-    axes[-1].tick_params(axis="y", labelsize=11)
-    axes[-1].legend(frameon=False, loc="upper right", fontsize=11)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["F"], alpha=0.35),
-        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["B"], alpha=0.35),
-        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["F"], alpha=0.75),
-        plt.Rectangle((0, 0), 1, 1, facecolor=of_passes["B"], alpha=0.75),
-        plt.Rectangle((0, 0), 1, 1, **idle),
-    ]
-    kinds = ["forward", "backward", "forward, second part", "backward, second part"]
-    style = {"frameon": False, "fontsize": 11, "ncols": 5, "loc": "lower center"}
-    axes[0].legend(handles, [*kinds, "waits"], bbox_to_anchor=(0.5, 1.15), **style)
-    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("time", size=11)
+    styles = [{"facecolor": color, "alpha": 0.5} for color in colors.values()]
+    handles = [plt.Rectangle((0, 0), 1, 1, **style) for style in (*styles, idle)]
+    style = {"frameon": False, "fontsize": 11, "ncols": 3, "loc": "lower right"}
+    kinds = ("forward", "backward", "waits")
+    axes[0].legend(handles, kinds, bbox_to_anchor=(1, 1), **style)
     plt.tight_layout()
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "backward, for the gradient dx of x": "反向：求 x 的梯度 dx",
-    "forward: {}": "前向：{}",
-    "partial\nsums": "部分和",
-    "all q, then all k, then all v": "先排全部 q，再排全部 k，最后排全部 v",
-    "attention": "注意力",
-    "attention, with four heads: 1 to 4": "注意力（四个头：1 到 4）",
-    "{} of head {}": "头 {1} 的 {0}",
-    "{}:\ncolumns of\n{} and {}": "{}：\n头 {} 和 {}\n的列",
-    "{}:\nrows of\n{} and {}": "{}：\n头 {} 和 {}\n的行",
-    "rank 0:\nall q, and\nk of two heads": "rank 0：\n全部 q、\n两个头的 k",
-    "rank 1:\nk of two heads,\nand all v: no error": (
-        "rank 1：\n两个头的 k、\n全部 v，却不报错"
-    ),
-    "rank {}:\nwhole heads": "rank {}：\n完整的头",
-    "rows of qkv, head by head": "qkv 的行，按头排列",
-    '"dp": weights and\ngradients (FSDP),\nacross machines': (
-        "dp 组：权重和\n梯度（FSDP），\n跨机器"
-    ),
-    '"tp": activations, within a machine': "tp 组：激活值，在一台机器内",
-    "of layers:": "各层：",
-    "samples {}": "样本 {}",
-    "shard {}": "分片 {}",
-    "interleaved 1F1B: bubble {}": "交错式 1F1B：气泡 {}",
-    "interleaved 1F1B": "交错式 1F1B",
-    "{}: bubble {}": "{}：气泡 {}",
-    "process {}": "进程 {}",
-    "micro-batches in flight on process {}": "进程 {} 上在途的微批数",
-    "forward, second part": "前向，第二段",
-    "backward, second part": "反向，第二段",
-}

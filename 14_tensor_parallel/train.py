@@ -431,7 +431,7 @@ def save_checkpoint(args, state):
     unfinished = path.with_name(f".{path.name}.tmp")
     if is_main_process():
         # [13] otherwise shards that a killed save has left become a part of this one
-        checkpoint.remove(unfinished)
+        checkpoint.remove_unfinished(args.checkpoint_dir)
     dist.barrier()  # [13] otherwise rank 0 can remove new shards, too
     try:
         dcp.save({"app": state}, checkpoint_id=unfinished)
@@ -449,6 +449,10 @@ def load_latest(args, state):
     """Load the latest checkpoint that can be read, if there is one."""
     if args.checkpoint_dir is None:
         return
+    # [09] otherwise two runs in one directory replace each other's checkpoints
+    problem = checkpoint.lock(args.checkpoint_dir) if is_main_process() else None
+    if problem := gather(problem)[0]:
+        fail(f"--checkpoint-dir: {problem}")
     with one_line_errors("--checkpoint-dir:"):
         found = checkpoint.find(args.checkpoint_dir, sharded=True)
     # [09] what any rank sees, so that all try the same ones
@@ -479,6 +483,9 @@ def run(args):
     """Train and evaluate for --epochs, or only evaluate; return the exit code."""
     mesh = make_mesh(args)  # [14] what follows depends on the place in it
     train_loader, val_loader = make_loaders(args, mesh)
+    identity = checkpoint.identity(args.fixed(), train_loader.dataset)
+    # [09] otherwise ranks with other flags or other data drift apart, or hang
+    checkpoint.check_ranks(gather((vars(args), identity)))
     torch.manual_seed(args.seed)
     # [11] the tokens are bytes, so there are 256
     model = GPT(256, args.context_length, args.width, args.depth, args.heads)
@@ -501,7 +508,6 @@ def run(args):
     log(f"{dist.get_world_size()} processes on {dist.get_backend()}")
     # [05] only fp16 needs it: the other formats have the range of float32
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp == "fp16")
-    identity = checkpoint.identity(args.fixed(), train_loader.dataset)
     state = AppState(model, optimizer, scheduler, scaler, identity)
     load_latest(args, state)
     # [09] an epoch whose steps are all done may still have to be evaluated

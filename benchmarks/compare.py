@@ -25,7 +25,6 @@ from common.args import ArgumentParser
 from common.args import check_batch_size
 from common.args import fail
 from common.args import positive_int
-from common.args import writable_file
 from harness import commands
 from harness.stages import command
 from harness.stages import features
@@ -77,7 +76,7 @@ def parse_flags(parser, feature, file):
         metavar="N",
         help="(default: the number of GPUs, or 2)",
     )
-    add("--json", type=writable_file, default=HERE / file, help="for the results")
+    add("--json", type=Path, default=HERE / file, help="for the results")
     args = parser.parse_args()
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
     args.processes = sorted(args.processes or [gpus or 2])

@@ -14,6 +14,10 @@ import torch
 from common.weights import read_metrics
 
 DATA_SETS = ("digits", "fashionmnist", "cifar10", "cifar100", "imagefolder", "fake")
+FORMATS = {
+    "channels_last": torch.channels_last,
+    "contiguous": torch.contiguous_format,
+}
 
 
 def fail(message):
@@ -128,16 +132,6 @@ def metrics_dir(text):
     return path
 
 
-def writable_file(text):
-    """Argparse type: a file that can be written. It is not touched yet."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a directory")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path.parent} is not a writable directory")
-    return path
-
-
 def existing_file(text):
     """Argparse type: a file that exists."""
     path = Path(text)
@@ -156,17 +150,6 @@ def dtype(text):
     return getattr(torch, text)
 
 
-def memory_format(text):
-    """Argparse type: channels_last or contiguous, as a torch.memory_format."""
-    formats = {
-        "channels_last": torch.channels_last,
-        "contiguous": torch.contiguous_format,
-    }
-    if text not in formats:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {' '.join(formats)}")
-    return formats[text]
-
-
 def seconds(text):
     """Argparse type: a number of seconds, from 1 to a million, as a timedelta."""
     return timedelta(seconds=number(float, ge=1, le=10**6)(text))
@@ -180,6 +163,49 @@ class Flags(argparse.Namespace):
     def fixed(self):
         """Return {name: value} of the flags that a resumed run must have again."""
         return {k: v for k, v in vars(self).items() if k not in self.may_differ}
+
+
+# Of each flag: its default, its type, and what --help says. A tuple in place of a type
+# has the values that it may have, and bool makes a flag without a value.
+IMAGES = {
+    "--data": ("digits", DATA_SETS, "imagefolder: ImageNet's layout; fake: random"),
+    "--data-dir": (Path("data"), Path, "directory of the data set"),
+    "--download": (False, bool, "download the data set into --data-dir"),
+    "--image-size": (224, number(int, ge=8), "in pixels, of imagefolder and fake"),
+    "--images": (1000, positive_int, "number of training images of fake"),
+    "--arch": ("small", str, "'small', or a torchvision classifier, such as resnet18"),
+    "--pretrained": (False, bool, "start from torchvision's weights, a download"),
+    "--memory-format": ("channels_last", tuple(FORMATS), "order of images in memory"),
+}
+TEXT = {
+    "--text-file": (None, existing_file, "train on its bytes; None: common/text.txt"),
+    "--context-length": (32, positive_int, "bytes in a window of the text"),
+    "--width": (64, positive_int, "size of the vector of each byte"),
+    "--depth": (2, positive_int, "number of transformer blocks"),
+    "--heads": (4, positive_int, "attention heads of each block"),
+}
+TRAINING = {
+    "--epochs": (5, positive_int, "passes over the training set"),
+    "--batch-size": (48, positive_int, "global batch: samples of all processes"),
+    "--lr": (0.05, positive_float, "peak learning rate, after a warm-up"),
+    "--weight-decay": (5e-4, number(float, ge=0), "pull of a step toward zero"),
+    "--workers": (None, number(int, ge=0), "per DataLoader; None: as the data needs"),
+    "--seed": (0, number(int, ge=0, le=2**31), "of weights, order and augmentation"),
+    "--device": ("auto", ("auto", "cpu", "cuda"), "auto: cuda if a GPU is visible"),
+    "--dtype": ("float32", dtype, "of the weights: float32 or float64"),
+    "--tf32": (False, bool, "faster float32 products on a GPU, rounded to 10 bits"),
+    "--timeout": ("300", seconds, "how many seconds a process waits for the others"),
+    "--out-dir": (None, metrics_dir, "write weights and metrics here, of one run only"),
+    "--evaluate": (None, existing_file, "evaluate these weights, and do not train"),
+}
+CHECKPOINTS = {
+    "--checkpoint-dir": (None, writable_dir, "save here, and resume from the latest"),
+    "--checkpoint-every": (100, positive_int, "steps; there is also one per epoch"),
+    "--keep-checkpoints": (2, positive_int, "how many to keep"),
+}
+# These do not decide what a run learns, so a resumed run may have other values.
+MAY_DIFFER = {"--data-dir", "--download", "--text-file", "--workers", "--device"}
+MAY_DIFFER |= {"--timeout", "--out-dir", "--evaluate", *CHECKPOINTS}
 
 
 class HelpFormatter(
@@ -196,183 +222,42 @@ class ArgumentParser(argparse.ArgumentParser):
     change what a command of an earlier stage means.
     """
 
+    data_flags = IMAGES
+
     def __init__(self, doc):
         super().__init__(
-            description=doc,
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
+            description=doc, formatter_class=HelpFormatter, allow_abbrev=False
         )
         self.may_differ = set()
-        self.add_data_arguments()
-        add = self.add_argument
-        add(
-            "--epochs",
-            type=positive_int,
-            default=5,
-            help="passes over the training set",
-        )
-        add(
-            "--batch-size",
-            type=positive_int,
-            default=48,
-            help="global batch size: samples of all processes together",
-        )
-        add(
-            "--lr",
-            type=positive_float,
-            default=0.05,
-            help="peak learning rate, after a warm-up; it then falls to zero",
-        )
-        add(
-            "--weight-decay",
-            type=number(float, ge=0),
-            default=5e-4,
-            help="pull of each step toward zero",
-        )
-        add(
-            "--workers",
-            may_differ=True,
-            type=number(int, ge=0),
-            help="processes of each DataLoader; None: 0, or by cores for image files",
-        )
-        add(
-            "--seed",
-            type=number(int, ge=0, le=2**31),
-            default=0,
-            help="of the initial weights, the order and the augmentation",
-        )
-        add(
-            "--device",
-            may_differ=True,
-            choices=("auto", "cpu", "cuda"),
-            default="auto",
-            help="'auto' is cuda if a GPU is visible, otherwise cpu",
-        )
-        add(
-            "--dtype",
-            type=dtype,
-            default="float32",
-            metavar="{float32,float64}",
-            help="type of the weights",
-        )
-        add(
-            "--tf32",
-            action="store_true",
-            help="faster float32 products on a GPU, rounded to 10 bits",
-        )
-        add(
+        self.add_flags(self.data_flags | TRAINING)
+        self.add_argument(
             "--deterministic",
             action=argparse.BooleanOptionalAction,
             default=True,
             help="only algorithms of cuDNN that give the same bits every time",
         )
-        add(
-            "--timeout",
-            may_differ=True,
-            type=seconds,
-            default="300",
-            metavar="SECONDS",
-            help="how long a process waits for the others",
-        )
-        add(
-            "--out-dir",
-            may_differ=True,
-            type=metrics_dir,
-            help="write metrics.jsonl, last.pt and best.pt here after every epoch",
-        )
-        add(
-            "--evaluate",
-            may_differ=True,
-            type=existing_file,
-            metavar="FILE",
-            help="load these weights, evaluate them, and do not train",
-        )
 
     def add_argument(self, *names, may_differ=False, **options):
-        """Add a flag; may_differ: it does not decide what a run learns.
-
-        So a run that resumes from a checkpoint may have another value of it.
-        """
+        """Add a flag; may_differ: a run that resumes may have another value of it."""
         action = super().add_argument(*names, **options)
         if may_differ:
             self.may_differ.add(action.dest)
         return action
 
-    def add_data_arguments(self):
-        """Add the flags of the data set and of the model."""
-        add = self.add_argument
-        add(
-            "--data",
-            choices=DATA_SETS,
-            default="digits",
-            help="data set; 'imagefolder' has ImageNet's layout, 'fake' is random",
-        )
-        add(
-            "--data-dir",
-            may_differ=True,
-            type=Path,
-            default=Path("data"),
-            help="directory of the data set",
-        )
-        add(
-            "--download",
-            may_differ=True,
-            action="store_true",
-            help="download the data set into --data-dir",
-        )
-        add(
-            "--image-size",
-            type=number(int, ge=8),
-            default=224,
-            help="height and width of images of imagefolder and fake",
-        )
-        add(
-            "--images",
-            type=positive_int,
-            default=1000,
-            help="number of training images of fake",
-        )
-        add(
-            "--arch",
-            default="small",
-            help="'small', or a torchvision classifier, such as resnet18",
-        )
-        add(
-            "--pretrained",
-            action="store_true",
-            help="start from torchvision's weights, which are downloaded",
-        )
-        add(
-            "--memory-format",
-            type=memory_format,
-            default="channels_last",
-            metavar="{channels_last,contiguous}",
-            help="order of images and features in memory",
-        )
+    def add_flags(self, table):
+        """Add the flags of a table."""
+        for flag, (default, kind, text) in table.items():
+            options = {"type": kind, "default": default}
+            if kind is bool:
+                options = {"action": "store_true"}
+            elif isinstance(kind, tuple):
+                options = {"choices": kind, "default": default}
+            may_differ = flag in MAY_DIFFER
+            self.add_argument(flag, may_differ=may_differ, help=text, **options)
 
     def add_checkpoint_arguments(self):
         """Add the flags of checkpoints, for the stages that save them."""
-        add = self.add_argument
-        add(
-            "--checkpoint-dir",
-            may_differ=True,
-            type=writable_dir,
-            help="save here; resume from the latest; where no stranger can write",
-        )
-        add(
-            "--checkpoint-every",
-            may_differ=True,
-            type=positive_int,
-            default=100,
-            help="steps between checkpoints; there is also one after every epoch",
-        )
-        add(
-            "--keep-checkpoints",
-            may_differ=True,
-            type=positive_int,
-            default=2,
-            help="how many to keep",
-        )
+        self.add_flags(CHECKPOINTS)
 
     def error(self, message):
         fail(message.removeprefix("argument "))
@@ -390,9 +275,10 @@ class ArgumentParser(argparse.ArgumentParser):
         return args
 
     def check_data_arguments(self, args):
-        """Check what `add_data_arguments` added, once all flags are parsed."""
+        """Check the flags of the data set and of the model, once all are parsed."""
         from torchvision import models  # a language model needs no torchvision
 
+        args.memory_format = FORMATS[args.memory_format]
         archs = models.list_models(module=models)
         if args.arch not in ("small", *archs):
             self.error(
@@ -419,39 +305,7 @@ class ArgumentParser(argparse.ArgumentParser):
 class TextArgumentParser(ArgumentParser):
     """The same for a language model: its flags of the data and of the model differ."""
 
-    def add_data_arguments(self):
-        add = self.add_argument
-        add(
-            "--text-file",
-            may_differ=True,  # a checkpoint has a fingerprint of the text
-            type=existing_file,
-            metavar="FILE",
-            help="train on its bytes, except the last tenth; None: common/text.txt",
-        )
-        add(
-            "--context-length",
-            type=positive_int,
-            default=32,
-            help="bytes in a window of the text",
-        )
-        add(
-            "--width",
-            type=positive_int,
-            default=64,
-            help="size of the vector of each byte",
-        )
-        add(
-            "--depth",
-            type=positive_int,
-            default=2,
-            help="number of transformer blocks",
-        )
-        add(
-            "--heads",
-            type=positive_int,
-            default=4,
-            help="attention heads of each block",
-        )
+    data_flags = TEXT
 
     def check_data_arguments(self, args):
         args.workers = args.workers or 0

@@ -1,4 +1,4 @@
-"""The sets of images: torchvision's, and random ones for benchmarks.
+"""The sets of images: digits, torchvision's, a folder of files, and random ones.
 
 Images are uint8 until they are on the device, where `normalize` makes floats of them.
 The random crop and flip of an image depend on the seed, the epoch and the image's index
@@ -6,6 +6,7 @@ alone: they are the same on any number of processes and of DataLoader workers. T
 is a number in shared memory, so that workers see it change: `train_set.epoch.fill_(3)`.
 """
 
+import contextlib
 import functools
 import hashlib
 from pathlib import Path
@@ -19,6 +20,8 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from common.loader import SampleError
+from common.loader import derive_seed
+from common.loader import shared_epoch
 
 # Mean and standard deviation of each set's training images, per channel, on the scale 0
 # to 1.
@@ -51,11 +54,6 @@ def normalize(images, name, dtype):
     """
     mean, std = statistics(name, images.device, dtype)
     return (images.to(dtype) - mean) / std
-
-
-def shared_epoch():
-    """Return a number in shared memory: int64 [], which all of a set's workers see."""
-    return torch.zeros((), dtype=torch.int64).share_memory_()
 
 
 class ImagesInMemory(Dataset):
@@ -104,7 +102,7 @@ class ImagesInMemory(Dataset):
         It is drawn for the whole set, so that an image's row does not depend on the
         batch or the process that the image is in.
         """
-        epoch = int(self.epoch.numpy())  # int(tensor) would count as a wait
+        epoch = int(self.epoch.numpy())
         if epoch != self.drawn_epoch:
             generator = np.random.default_rng((self.seed, epoch))
             ends = [2 * self.padding + 1, 2 * self.padding + 1, 2]
@@ -131,16 +129,11 @@ def read_image(path):
 
     Raises SampleError, with the file's name, if it cannot.
     """
-    try:
-        image = torchvision.io.decode_image(path, mode="RGB")  # faster than Pillow
-    except (RuntimeError, AttributeError):
-        # It does not read every format, and is to leave torchvision after 0.29.
-        return read_with_pillow(path)
-    return v2.functional.to_dtype(image, torch.uint8, scale=True)
-
-
-def read_with_pillow(path):
-    """Do what `read_image` does, for all formats that Pillow reads."""
+    # It is faster than Pillow, but does not read every format, and is to leave
+    # torchvision after 0.29.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        image = torchvision.io.decode_image(path, mode="RGB")
+        return v2.functional.to_dtype(image, torch.uint8, scale=True)
     try:
         with Image.open(path) as image:
             if image.mode in ("I", "F"):
@@ -171,10 +164,9 @@ class ImagesInFolder(datasets.ImageFolder):
         ).hexdigest()
 
     def __getitem__(self, index):
-        key = (self.seed, int(self.epoch.numpy()), index)
+        seed = derive_seed(self.seed, int(self.epoch.numpy()), index)
         with torch.random.fork_rng(devices=[]):
-            seed = np.random.SeedSequence(key).generate_state(1)[0]
-            torch.default_generator.manual_seed(int(seed))
+            torch.default_generator.manual_seed(seed)
             return super().__getitem__(index)
 
 

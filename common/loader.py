@@ -6,6 +6,7 @@ import signal
 import threading
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate
 
@@ -37,6 +38,11 @@ def collate(batch):
 def derive_seed(*key):
     """Return a seed, 0 to 2**32 - 1, that depends on all the integers of `key`."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def shared_epoch():
+    """Return a number in shared memory: int64 [], which all of a set's workers see."""
+    return torch.zeros((), dtype=torch.int64).share_memory_()
 
 
 def loader_options(device, num_workers):

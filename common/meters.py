@@ -22,14 +22,6 @@ def num_correct(outputs, targets, topk=(1,)):
     return torch.stack([hits[..., :k].sum() for k in topk])
 
 
-def accuracy(outputs, targets, topk=(1,)):
-    """Return one batch's accuracy in percent, float32 [len(topk)]; shapes as above.
-
-    Over several batches, add up what `num_correct` counts and divide once.
-    """
-    return num_correct(outputs, targets, topk) * 100.0 / targets.numel()
-
-
 class Meter:
     """Loss and accuracy over many batches: sums and counts, divided once at the end.
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from common.loader import shared_epoch
+
 
 class TextWindows(Dataset):
     """A text, cut into windows; a language model predicts each window's next bytes.
@@ -25,7 +27,7 @@ class TextWindows(Dataset):
     def __init__(self, text, context_length, recut=False, seed=0):
         self.text = text
         self.context_length = context_length
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.epoch = shared_epoch()
         # NumPy does not change what this generator draws.
         offsets = np.random.RandomState(seed).permutation(context_length)
         self.offsets = offsets if recut else np.zeros(1, np.int64)

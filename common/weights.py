@@ -1,10 +1,12 @@
 """Weights and metrics, in files that are written atomically and loaded safely."""
 
+import errno
 import json
 import os
 import re
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -33,12 +35,25 @@ def write_atomically(path, write):
 
 
 def sync_directory(path):
-    """Have the names in a directory on the disk (fsync) when this returns."""
+    """Have the names in a directory on the disk (fsync), if its file system can."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(directory)
+
+
+def reason(error):
+    """Return in one line why a file could not be written or read."""
+    if isinstance(error.__context__, OSError):  # torch's zip writer hides it
+        error = error.__context__
+    text = " ".join(str(error).split())
+    if "unexpected pos" in text or "file write failed" in text:
+        return "not all of it could be written; is the disk full?"
+    return text or type(error).__name__
 
 
 def save(state, path):
@@ -46,42 +61,45 @@ def save(state, path):
     write_atomically(path, lambda file: torch.save(state, file))
 
 
-def load(path, map_location="cpu"):
-    """Return what `save` wrote, its tensors on the CPU, or "meta": without their data.
+def read(path, mmap=False):
+    """Return what `save` wrote, and a checksum of it.
 
-    Runs no code from the file (weights_only=True). Raises ValueError, which says why,
-    if the file is missing, truncated, damaged in any bit, or not one that `save` wrote.
+    Its tensors are on the CPU. Runs no code from the file (weights_only=True). Raises
+    ValueError, which says what is wrong with it, if it is missing, truncated, damaged
+    in any bit, or not one that `save` wrote.
     """
+    damaged = None
     try:
-        damaged = None
-        if zipfile.is_zipfile(path):  # before torch 1.6 it was none
-            with zipfile.ZipFile(path) as file:
-                damaged = file.testzip()  # torch.load does not look at the checksums
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load does not look at the checksums
+            parts = file.infolist()
+        for part in parts:
+            if part.external_attr & 0x10:  # a folder, which torch would not read
+                damaged = part.filename
         if not damaged:
-            return torch.load(path, map_location=map_location, weights_only=True)
+            checksums = repr([(part.filename, part.CRC) for part in parts])
+            options = {"map_location": "cpu", "mmap": mmap, "weights_only": True}
+            return torch.load(path, **options), zlib.crc32(checksums.encode())
     except Exception as error:  # a damaged file can raise anything, even KeyError
         refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
         if refused:
             raise ValueError(
-                f"{path} holds more than weights ({refused[1]}), and loading that could"
-                " run code; save only the state_dict() of the model"
+                f"holds more than weights ({refused[1]}), and loading that could run"
+                " code; save only the state_dict() of the model"
             ) from error
-        if is_pointer(path):
-            raise ValueError(
-                f"{path} is a pointer of Git LFS; `git lfs pull` downloads the weights"
-            ) from error
-        raise ValueError(
-            f"{path} is missing, truncated or not a file of weights"
-        ) from error
-    raise ValueError(f"{path} is damaged: the checksum of {damaged} does not match")
+        raise ValueError("is missing, truncated or not of torch.save") from error
+    raise ValueError(f"is damaged: the checksum of {damaged} does not match")
 
 
-def is_pointer(path):
-    """Return whether Git LFS has left a line of text in the place of a file."""
-    if not Path(path).is_file():
-        return False
-    with Path(path).open("rb") as file:
-        return file.read(20) == b"version https://git-"
+def load(path, mmap=False):
+    """Return what `save` wrote; see `read`, but errors begin with the path.
+
+    mmap: the tensors stay in the file, whose memory the processes of a machine share.
+    """
+    try:
+        return read(path, mmap)[0]
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
 
 
 def misfit(weights):
@@ -100,11 +118,9 @@ def misfit(weights):
 def load_weights(model, path):
     """Load the weights in `path` into `model`.
 
-    Raises ValueError if the file cannot be read or holds another model's weights. A
-    model on the meta device gets no weights; they are only checked.
+    Raises ValueError if the file cannot be read or holds another model's weights.
     """
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    weights = load(path, "meta" if meta else "cpu")
+    weights = load(path, mmap=True)
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -161,7 +177,7 @@ def save_epoch(folder, epoch, train, val, weights):
             folder / "metrics.jsonl", lambda file: file.write(text.encode())
         )
     except (OSError, RuntimeError) as error:  # torch's zip writer raises the second
-        reason = str(error).partition("\n")[0]
-        sys.stderr.write(f"epoch {epoch}: {folder} not written ({reason})\n")
+        why = reason(error)
+        sys.stderr.write(f"epoch {epoch}: {folder} not written ({why})\n")
         return False
     return True

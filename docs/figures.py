@@ -83,30 +83,3 @@ def seven_ways():
     style = {"frameon": False, "loc": "center", "fontsize": 13, "labelspacing": 1}
     axes.flat[-1].legend(handles, names, **style)
     made.tight_layout(h_pad=1.5)
-
-
-# What the labels are in Chinese; {} is any text. More are in nbtools/drawing.py.
-CHINESE = {
-    "data (DDP)": "数据（DDP）",
-    "optimizer state (ZeRO-1)": "优化器状态（ZeRO-1）",
-    "weights, gradients, state (FSDP)": "权重、梯度、优化器状态（FSDP）",
-    "matrix products in a layer (tensor)": "层内的矩阵乘法（张量并行）",
-    "the stack of layers (pipeline)": "模型的各层（流水线并行）",
-    "the sequence (context)": "序列（上下文并行）",
-    "the experts (expert)": "专家（专家并行）",
-    "AdamW's state": "AdamW 状态",
-    "sent: gradients": "发送：梯度",
-    "sent: gradients, new weights": "发送：梯度、更新后的权重",
-    "sent: weights before use, gradients": "发送：权重（计算之前）、梯度",
-    "sent: sums of activations and of their gradients": (
-        "发送：激活值之和、激活值梯度之和"
-    ),
-    "sent: activations to the next rank, their gradients back": (
-        "发送：激活值（给下一个 rank）、其梯度（给上一个 rank）"
-    ),
-    "sent: keys and values; gradients": "发送：key、value、梯度",
-    "sent: tokens to their experts and back; gradients of the rest": (
-        "发送：token（发给专家，再发回）、其余部分的梯度"
-    ),
-    "every rank has or uses all of it": "每个 rank 都拥有或使用全部",
-}

@@ -1,4 +1,4 @@
-"""The one way to start a process, for tests, notebooks, tools and benchmarks.
+"""Starts commands, for tests, notebooks, tools and benchmarks, and waits for them.
 
     done = run("torchrun --standalone --nproc-per-node=2 03_ddp_launch/train.py")
     with start(["python", script, *flags], folder) as job:

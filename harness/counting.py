@@ -1,22 +1,32 @@
-"""Count what a block of code does: its waits for the device, and its collectives.
+"""Count what a block of code does: waits for the device, collectives, and memory.
 
     with Collectives() as collectives, Waits() as waits:
         train_one_step()
     waits.count                          # 1
     collectives.seen                     # [("all_reduce", torch.float32, 400, 400)]
     collectives.total()["all_reduce"]    # {"calls": 1, "bytes": 400}
+    collectives.sent                     # 400.0, in a ring of two
+    with Kept() as kept, Memory() as memory:
+        loss = model(inputs).sum()
+    size(kept.activations(model))        # bytes that wait for the backward pass
+    memory.most                          # bytes that were there at once
 
-Both are dispatch modes: torch shows them each operation before it runs. They see those
-of the thread that entered them, and of the backward passes that it starts, on a CPU or
-a GPU: so also the all-reduces of DDP, and the all-gathers and reduce-scatters of FSDP2.
-They do not see those of other threads, such as an asynchronous save's. What a backend
-makes of a collective does not matter: gloo carries out a reduce-scatter as an
+Except for Kept, they are dispatch modes: torch shows them each operation. They see
+those of the thread that entered them, and of the backward passes that it starts, on a
+CPU or a GPU: so also the all-reduces of DDP, and the all-gathers and reduce-scatters of
+FSDP2. They do not see those of other threads, such as an asynchronous save's. What a
+backend makes of a collective does not matter: gloo carries out a reduce-scatter as an
 all-reduce, and it is seen as a reduce-scatter.
 """
 
 import itertools
+import time
+import weakref
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -32,6 +42,9 @@ COPIES = {aten._to_copy.default, aten.copy_.default}
 # The first of these whose letters are in such a name is the collective.
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast")
 COLLECTIVES += ("barrier", "gather", "scatter", "reduce", "send", "recv")
+# Around a ring of n, each rank sends (n - 1) / n of the whole so many times; in a
+# broadcast on average, since the last rank sends nothing.
+AROUND = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 
 
 class Count(TorchDispatchMode):
@@ -97,15 +110,19 @@ class Collectives(Count):
     "reduce_scatter", ...); the dtype; the bytes that this process gives to it; and the
     bytes of the whole, which for an all-gather is its result, for most others the same.
     A barrier has 0 bytes. The tuples are plain, so that torch.load reads them.
+    sent: the bytes that this process sends in those of AROUND, if its groups are rings.
     """
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen, self.sent = [], 0.0
 
     def note(self, operation, args, result):
         if name := collective_of(operation):
             self.seen.append((name, *sizes(name, args, result)))
+            if name in AROUND:
+                n = group_of(args).size()
+                self.sent += AROUND[name] * self.seen[-1][-1] * (n - 1) / n
 
     def total(self):
         """Return {name: {"calls": their number, "bytes": given by this process}}."""
@@ -124,6 +141,14 @@ def collective_of(operation):
         return None
     letters = operation.__name__.replace("_", "")
     return next((n for n in COLLECTIVES if n.replace("_", "") in letters), None)
+
+
+def group_of(args):
+    """Return the process group among a collective's arguments; DTensor gives a name."""
+    for one in args:
+        if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
+            return dist.ProcessGroup.unbox(one)
+    return _resolve_process_group(args[-1])
 
 
 def tensors_of(args):
@@ -155,3 +180,80 @@ def between_steps(first, last, begin, end):
             call()
 
     register_optimizer_step_post_hook(after_step)
+
+
+# ---- memory --------------------------------------------------------------------------
+def local(tensors):
+    """Return this process's own tensors: the shards of those that are sharded."""
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+
+
+def size(tensors):
+    """Return the bytes of the memory of this process's tensors, each memory once."""
+    storages = [each.untyped_storage() for each in local(tensors)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Collects in `tensors` what autograd keeps of forward passes for the backward."""
+
+    def __init__(self):
+        self.tensors = []
+        super().__init__(self.keep, lambda tensor: tensor)
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+    def keep(self, tensor):
+        self.tensors.append(tensor)
+        return tensor
+
+    def activations(self, model):
+        """Return those that are not a model's weights; ask before the backward pass.
+
+        A weight that FSDP2 has gathered and freed again has no bytes.
+        """
+
+        def place(tensor):
+            return tensor.untyped_storage().data_ptr()
+
+        weights = set(map(place, local(model.parameters())))
+        return [each for each in local(self.tensors) if place(each) not in weights]
+
+
+class Memory(TorchDispatchMode):
+    """Notes in `most` the most bytes of plain tensors that are alive at once.
+
+    tensors: some that are there at the beginning. Those on the meta device have none.
+    """
+
+    def __init__(self, tensors=()):
+        super().__init__()
+        self.storages, self.most = {}, 0
+        self.see(local(tensors))
+
+    def see(self, tensors):
+        for tensor in tensors:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
+
+    def now(self):
+        """Return the bytes that are alive."""
+        storages = [reference() for reference in self.storages.values()]
+        return sum(each.nbytes() for each in storages if each is not None)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # comes back with this process's tensors
+        result = operation(*args, **(kwargs or {}))
+        if operation.namespace == "c10d":
+            # otherwise it depends on gloo's threads when they let go of the tensors
+            for each in tree_leaves(result):
+                if isinstance(each, torch.ScriptObject):
+                    each.wait()
+            time.sleep(0.02)
+        self.see(tree_leaves((args, kwargs, result)))
+        self.most = max(self.most, self.now())
+        return result

@@ -39,12 +39,10 @@ class Stage:
 
     name: str
     teaches: str
-    teaches_zh: str
     command: str
     features: frozenset
     builds_on: str | None = None
     part: str | None = None
-    part_zh: str | None = None
     companions: tuple = ()
     plain_command: str | None = None
 

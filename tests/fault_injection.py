@@ -7,6 +7,7 @@ step, a forward pass, or an audit event, such as that a file is opened, renamed 
 removed. Where there is no such hook, a function of torch or of Python is replaced.
 """
 
+import argparse
 import errno
 import fnmatch
 import itertools
@@ -189,10 +190,15 @@ def full_at_file(event, pattern, call=1):
 
 
 def read_only_from(step, disk):
-    """Have a disk become read-only in a step of this run, as after an error of it."""
+    """Have a disk become read-only in a step of this run, as after an error of it.
+
+    It is mounted a second time, over itself: `mount` does not change the first one
+    while a file there, the lock, is open.
+    """
 
     def remount(_):
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for words in (["--bind", str(disk)], ["-o", "remount,bind,ro"]):
+            subprocess.run(["mount", *words, str(disk)], check=True)
 
     if os.environ["RANK"] == "0":
         at_step(step, register_optimizer_step_pre_hook, remount)
@@ -221,6 +227,17 @@ def hide_checkpoints(*ranks):
     if os.environ["RANK"] in ranks:
         Path.exists = lambda path: not is_hidden(path) and exists(path)
         Path.iterdir = remaining
+
+
+def with_flags(*flags, ranks=("1",)):
+    """Have these ranks get more flags than the others."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse(self, args=None, namespace=None):
+        return original(self, args or [*sys.argv[1:], *flags], namespace)
+
+    if os.environ["RANK"] in ranks:
+        argparse.ArgumentParser.parse_known_args = parse
 
 
 def in_folder(folder, *ranks):

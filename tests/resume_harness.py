@@ -103,8 +103,12 @@ class Run:
         return max(self.steps(), default=0)
 
     def files(self):
-        """Return the contents of the files in its checkpoint directory, by paths."""
+        """Return the contents of the files in its checkpoint directory, by paths.
+
+        Without .lock, which is empty, and which the first start makes.
+        """
         files = [path for path in self.checkpoint_dir.rglob("*") if path.is_file()]
+        files = [path for path in files if path.name != ".lock"]
         return {
             str(path.relative_to(self.checkpoint_dir)): path.read_bytes()
             for path in files

@@ -1,4 +1,4 @@
-"""`make pages`: docs/faults.md, what can go wrong, from the marks `fault` of tests."""
+"""docs/faults.md: what can go wrong, from the marks `fault` of tests."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ from harness.stages import with_feature
 PAGE = ROOT / "docs/faults.md"
 HEAD = """# What the stages survive, and what a failure costs
 
-<!-- `make pages` writes this page from the marks of the tests -->
+<!-- `make update` writes this page from the marks of the tests -->
 
 A test produces every row, in one of the stages that it names: it makes the fault
 happen, and finds the words in `this type` in the output, where `...` stands for
@@ -25,18 +25,31 @@ runs again is up to the queue. All else takes seconds.
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
+Nobody checks whose files are in that directory: a run replaces those of another run, or
+adds its rows to them. An epoch that could not be written has no row. So name a new
+directory for each run.
+
 From stage {checkpoints} on, a run resumes from the latest checkpoint in
 `--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
-steps. From stage {sharded_checkpoints} on, a checkpoint is a folder, which all
-processes write. Torch unpickles it, which can run any code. A folder that is damaged or
-of another run is refused before that, but not one that somebody made on purpose. So
-name a directory in which only people whom you trust can write.
+steps, and removes older ones that are its own. What has the name of a new checkpoint, a
+corrupt one for example, gets a name that begins with `skipped-`. Only what is named
+`.step-*.tmp` is taken for the rest of a save that was killed, and removed. From stage
+{sharded_checkpoints} on, a checkpoint is a folder, which all processes write. Torch
+unpickles its `.metadata`, which can run any code. A `.metadata` that is damaged or of
+another run is refused before that, but not one that somebody made on purpose. So name a
+directory in which only people whom you trust can write.
 
 From stage {signals} on, a run that is told to stop finishes the step and writes a
 checkpoint. *Nothing* is lost only if that takes less time than the sender
 leaves before it kills the processes: Slurm's `KillWait` (30 s by default) or the
 partition's `GraceTime`, and torchrun's 30 s. Otherwise the steps since the last
-checkpoint are lost.
+checkpoint are lost. Signals other than SIGTERM and SIGUSR1, for example that of a
+terminal that closes, end the run without a checkpoint.
+
+These end a run, and have no row: standard output on a disk that is full; and a pause,
+of a job that is suspended for example, that is longer than `--timeout`, since its ranks
+may have been waiting for each other. On NFS, the lock of a machine that crashed stays
+until the server releases it.
 
 | stages | what happens | what you see | what is lost | test |
 |---|---|---|---|---|

@@ -30,8 +30,7 @@ def normalize(book):
     book.nbformat, book.nbformat_minor = 4, 5
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number:02}"
-        kept = ("tags", "translates")  # the second is of tools/zh.py
-        cell.metadata = {k: v for k, v in cell.metadata.items() if k in kept}
+        cell.metadata = {k: v for k, v in cell.metadata.items() if k == "tags"}
     return book
 
 

@@ -1,8 +1,8 @@
-"""What a notebook, or tools/site/steps.json, was made from: a digest that it keeps.
+"""What a notebook was run with: a digest that it keeps.
 
 It is of the cells that run, and of the programs that they name with what these import.
 It leaves out comments and docstrings, except where a program is shown or read, and
-nbtools and harness. Lines count, because tracebacks and the steps have their numbers.
+nbtools and harness. Lines count, because tracebacks have their numbers.
 """
 
 import ast

@@ -6,9 +6,7 @@ python -m tools.update [--no-runs]
 """
 
 import argparse
-import json
 import re
-import time
 
 import nbformat
 
@@ -16,9 +14,7 @@ from harness.stages import ROOT
 from harness.stages import notebooks as all_notebooks
 from tools import notebooks
 from tools import pages
-from tools import record_steps
 from tools import stale
-from tools import zh
 from tools.propagate import propagate
 
 
@@ -45,21 +41,6 @@ def numbers_gone(before, after):
 
 
 # ---- the program ---------------------------------------------------------------------
-class Steps:
-    """Prints what is done, of how many steps, and how long each takes."""
-
-    def __init__(self, count):
-        self.number, self.count = 0, count
-
-    def run(self, title, function, *arguments):
-        self.number += 1
-        print(f"[{self.number}/{self.count}] {title}", flush=True)
-        start = time.monotonic()
-        result = function(*arguments)
-        print(f"      {time.monotonic() - start:.0f} s", flush=True)
-        return result
-
-
 def run_notebooks(runs):
     """Run the stale notebooks; return what is left to do, as lines."""
     left, found = [], stale.stale_notebooks()
@@ -82,31 +63,20 @@ def show_again():
         notebooks.show_again(path)
 
 
-def record():
-    if (
-        json.loads(record_steps.PAGE.read_text())["made_from"]
-        != record_steps.made_from()
-    ):
-        record_steps.main()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--no-runs", action="store_true", help="run no notebook")
     args = parser.parse_args()
-    steps = Steps(6)
-    steps.run("carry edited stages to those that build on them", propagate, ROOT)
-    steps.run("listings, diffs and pictures of the notebooks", show_again)
-    left = steps.run(
-        "run the notebooks that are stale", run_notebooks, not args.no_runs
-    )
-    steps.run("record the steps of the site, if they are stale", record)
-    steps.run("lists of stages, docs/faults.md, pictures of the pages", pages.main)
-    waiting, wrong = steps.run(
-        "carry over to Chinese", zh.carry_over, zh.translations()
-    )
-    print("\nleft for a person:" if left or waiting or wrong else "\nnothing is left")
-    for line in [*left, *waiting, *wrong]:
+    print("carry edited stages to those that build on them", flush=True)
+    propagate(ROOT)
+    print("listings, diffs and pictures of the notebooks", flush=True)
+    show_again()
+    print("the notebooks that are stale", flush=True)
+    left = run_notebooks(not args.no_runs)
+    print("lists of stages, docs/faults.md, pictures of docs/", flush=True)
+    pages.main()
+    print("\nleft for a person:" if left else "\nnothing is left")
+    for line in left:
         print(f"- {line}")
     print("then: make check")
 

@@ -5,9 +5,7 @@ torchrun --standalone --nproc-per-node=4 12_fsdp/demos/collectives.py
 
 import contextlib
 import gc
-import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -15,38 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
+from harness.counting import Collectives
 
 KINDS = ("DDP", "FSDP", "no reshard", "only the root", "ends apart", "HSDP, 2 x 2")
 # Between micro-batches, the weights can be kept, too.
 KEPT = ("FSDP, kept", "no reshard, kept")
-NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
-LINKS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # ways around the ring
-
-
-class Collectives(TorchDispatchMode):
-    """Count the calls of each collective, and the bytes that a rank sends in a ring."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.sent = Counter(), 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # such as c10d::_allgather_base_, c10d::_reduce_scatter_base_ and allreduce_
-        name = str(function) if function.namespace == "c10d" else ""
-        for key in [key for key in NAMES if key in name][:1]:
-            leaves = tree_leaves((args, kwargs))
-            whole = max(leaf.nbytes for leaf in leaves if torch.is_tensor(leaf))
-            objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-            n = dist.ProcessGroup.unbox(objects[0]).size()
-            self.calls[NAMES[key]] += 1
-            self.sent += LINKS[NAMES[key]] * whole * (n - 1) / n
-        return function(*args, **(kwargs or {}))
+NAMES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def make(kind, amp):
@@ -99,14 +75,16 @@ def count(kind, micro_batches, amp):
         step(model, micro_batches, amp, kept)  # what is kept from the step before
     with Collectives() as collectives:
         step(model, micro_batches, amp, kept)
-    calls = [collectives.calls[name] for name in NAMES.values()]
+    total = collectives.total()
+    calls = [total.get(name, {"calls": 0})["calls"] for name in NAMES]
     return calls, collectives.sent / weights
 
 
 def main():
     log = print if dist.get_rank() == 0 else lambda *_, **__: None
     log(f"{'':17}{'calls of':>16}{'calls of':>16}{'calls of':>16}     P sent by a rank")
-    log(" " * 17 + "".join(f"{name:>16}" for name in NAMES.values()), end="")
+    names = [f"{name.replace('_', '-'):>16}" for name in NAMES]
+    log(" " * 17 + "".join(names), end="")
     log("   float32  bfloat16")
     for micro_batches in (1, 3):
         log(f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}")
@@ -117,20 +95,6 @@ def main():
             cells = "".join(f"{number or '-':>16}" for number in calls)
             row = f"  {kind:17}{cells[2:]}{sent:10.2f}{sent_in_16_bits:10.2f}"
             log(row, flush=True)
-
-
-def read(printed):
-    """Return what `main` printed: {(micro-batches, kind): five numbers}."""
-    rows = {}
-    for line in printed.splitlines()[2:]:
-        if "micro-batch" in line:
-            micro_batches = int(line.split()[0])
-        else:
-            kind, *cells = re.split(r"  +", line.strip())
-            rows[micro_batches, kind] = [
-                float(cell.replace("-", "0")) for cell in cells
-            ]
-    return rows
 
 
 if __name__ == "__main__":

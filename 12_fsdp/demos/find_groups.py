@@ -3,25 +3,35 @@
 python 12_fsdp/demos/find_groups.py
 """
 
+import sys
+from pathlib import Path
+
 import torch
 import torchvision
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.gpt import GPT
+
 
 # ---- to copy -------------------------------------------------------------------------
 def find_groups(module, most, least):
-    """Return the largest modules with at most `most` weights, and `least` or more.
+    """Return modules with `least` to `most` weights each, the largest such.
 
+    One that is larger and has no such parts is returned as it is: an embedding, say.
     The root of the model takes what is in none of them.
     """
     groups = []
     for child in module.children():
         size = sum(weight.numel() for weight in child.parameters())
         has_forward = type(child).forward is not nn.Module.forward  # not a ModuleList
-        if least <= size <= most and has_forward:
-            groups.append(child)
-        elif size >= least:
-            groups += find_groups(child, most, least)
+        if size < least:
+            continue
+        parts = []
+        if size > most or not has_forward:
+            parts = find_groups(child, most, least)
+        groups += parts or ([child] if has_forward else [])
     return groups
 
 
@@ -33,6 +43,7 @@ def main():
             torchvision.models.resnet50(),
             torchvision.models.segmentation.deeplabv3_resnet50(weights_backbone=None),
             nn.Transformer(),
+            GPT(32_000, 512, width=512, depth=6),
         ]
     for model in models:
         total = sum(weight.numel() for weight in model.parameters())

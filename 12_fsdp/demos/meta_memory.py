@@ -1,60 +1,31 @@
-"""Measure the CPU memory that each rank needs to make and shard a model, four ways.
+"""Measure the CPU memory that ranks need to make and shard a model, in five ways.
 
 torchrun --standalone --nproc-per-node=4 12_fsdp/demos/meta_memory.py FOLDER
 
-FOLDER gets a checkpoint, and drawn.pt, the weights that were drawn in shards.
+FOLDER gets the model's file, a sharded checkpoint, and drawn.pt, the weights that were
+drawn in shards.
 """
 
 import gc
 import sys
-import time
-import weakref
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
+from harness.counting import Memory
 
 
-class Memory(TorchDispatchMode):
-    """Note the bytes of the tensors that are alive, and the most at any time."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def now(self):
-        alive = [storage for each in self.storages.values() if (storage := each())]
-        return sum(storage.nbytes() for storage in alive)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            # a tensor on the meta device has no memory
-            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.storages[id(storage)] = weakref.ref(storage)
-        if self.now() > self.peak:
-            # gloo's threads let go of the tensors of a collective just after its end
-            time.sleep(0.02)
-            self.peak = max(self.peak, self.now())
-        return result
-
-
-# ---- the ways ------------------------------------------------------------------
 def make(device):
     """Return a GPT on a device: 12.6 MiB, or nothing at all."""
     torch.manual_seed(0)
@@ -63,57 +34,57 @@ def make(device):
 
 
 def shard(model):
-    """Shard a model as stage 12 does."""
+    """Shard a model as stage 12 does; return it."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def whole_on_every_rank():
+def whole_on_every_rank(_):
     """Make and shard a model as stage 12 does."""
-    model = make("cpu")
-    yield
-    shard(model)
-    yield model
+    return shard(make("cpu"))
 
 
-def whole_on_rank_0():
+# ---- from rank 0 ---------------------------------------------------------------------
+def whole_on_rank_0(_):
     """Make the model on rank 0, shard it everywhere, and send each rank its shards."""
     model = make("cpu" if dist.get_rank() == 0 else "meta")
-    yield
-    shard_from_rank_0(model)
-    yield model
-
-
-def shard_from_rank_0(model):
-    """Shard a model that is on the CPU on rank 0, and on the meta device elsewhere."""
     weights = model.state_dict()  # on rank 0 the values, elsewhere the names alone
     shard(model)
     model.to_empty(device="cpu")  # "cuda" on GPUs; only the shards
     whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=whole)
+    return model
 
 
-def from_a_checkpoint():
-    """Make a model on the meta device on all ranks, and load its shards."""
-    model = make("meta")
-    yield
-    shard(model)
+# ---- slices of files -----------------------------------------------------------------
+def slices_of_files(folder):
+    """Make the model on the meta device, and read this rank's rows of *.safetensors."""
+    model = shard(make("meta"))
+    model.to_empty(device="cpu")
+    reader = dcp.HuggingFaceStorageReader(folder)  # needs the package safetensors
+    dcp.load(model.state_dict(), storage_reader=reader)  # in place
+    return model
+
+
+# ---- from a checkpoint ---------------------------------------------------------------
+def from_a_checkpoint(folder):
+    """Make the model on the meta device, and load its shards."""
+    model = shard(make("meta"))
     model.to_empty(device="cpu")
     state = {"model": get_model_state_dict(model)}  # the empty shards, to be filled
-    dcp.load(state, checkpoint_id=sys.argv[1])
-    yield model
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    return model
 
 
-def drawn_in_shards():
-    """Make a model on the meta device on all ranks, and draw its shards."""
-    model = make("meta")
-    yield
-    shard(model)
-    model.to_empty(device="cpu")  # "cuda" on GPUs; only the shards
+# ---- drawn in shards -----------------------------------------------------------------
+def drawn_in_shards(_):
+    """Make the model on the meta device, and draw its shards."""
+    model = shard(make("meta"))
+    model.to_empty(device="cpu")
     draw(model, make("meta"), seed=0)
-    yield model
+    return model
 
 
 @torch.no_grad()
@@ -138,50 +109,47 @@ def draw(model, twin, seed):
         layer.to("meta")
 
 
-# The last one draws other numbers.
-WAYS = (whole_on_every_rank, whole_on_rank_0, from_a_checkpoint, drawn_in_shards)
+# ---- the run -------------------------------------------------------------------------
+WAYS = (whole_on_every_rank, whole_on_rank_0, slices_of_files, from_a_checkpoint)
+WAYS += (drawn_in_shards,)  # the last one draws other numbers
 
 
-def measure(way):
-    """Return the MiB after making, the most at any time and in the end; the model."""
-    with Memory() as memory:
-        steps = way()
-        next(steps)
-        made = memory.now()
-        model = next(steps)
-        steps.close()
-        gc.collect()
-        held = [made, memory.peak, memory.now()]
-    return torch.tensor(held) / 2**20, model
-
-
-def main():
-    log = print if dist.get_rank() == 0 else lambda *_: None
-    log("MiB                  rank   made   peak  sharded")
+def main(folder):
+    rank = dist.get_rank()
+    log = print if rank == 0 else lambda *_: None
+    weights = make("cpu").state_dict()
+    total = sum(weight.nbytes for weight in weights.values()) / 2**20
+    if rank == 0:
+        save_file(weights, folder / "model.safetensors")
+    del weights
+    log(f"MiB, of {total:.1f}         peak: rank 0  other ranks  at the end")
     first = None
     for way in WAYS:
-        held, model = measure(way)
+        with Memory() as memory:
+            model = way(folder)
+            gc.collect()
+            held = [memory.most, memory.now()]
         shards = get_model_state_dict(model)
         if first is None:
-            dcp.save({"model": shards}, checkpoint_id=sys.argv[1])
+            dcp.save({"model": shards}, checkpoint_id=folder / "checkpoint")
             first = shards
-        if way is drawn_in_shards:
-            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(model, options=whole)
-            if dist.get_rank() == 0:
-                torch.save(weights, f"{sys.argv[1]}/drawn.pt")
-        else:
+        if way is not drawn_in_shards:
             for name, each in shards.items():
                 assert each.to_local().equal(first[name].to_local())
-        table = [torch.empty(3) for _ in range(dist.get_world_size())]
-        dist.all_gather(table, held)
-        for rank, row in enumerate(table):
-            cells = "{:7.1f}{:7.1f}{:9.1f}".format(*row.tolist())
-            log(f"{way.__name__:21}{rank:4}{cells}")
+        table = [None] * dist.get_world_size()
+        dist.all_gather_object(table, [size / 2**20 for size in held])
+        (peak, end), *others = table
+        assert all(each[1] == end for each in others)
+        most = max(each[0] for each in others)
+        log(f"{way.__name__:21}{peak:13.1f}{most:13.1f}{end:12.1f}")
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)
+    if rank == 0:
+        torch.save(weights, folder / "drawn.pt")
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    main()
+    main(Path(sys.argv[1]))
     gc.collect()
     dist.destroy_process_group()

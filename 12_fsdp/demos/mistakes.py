@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
-from common.gpt import generate
 
 
 # ---- what they share -----------------------------------------------------------------
@@ -32,14 +31,9 @@ def make(seed=0):
     return GPT(256, 32, width=64, depth=4)
 
 
-def make_mesh():
-    """Return the mesh of all processes."""
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
-
-
 def shard(model, mesh=None, **options):
     """Shard each block, then the weights that are in no block; return the model."""
-    mesh = mesh or make_mesh()
+    mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -124,85 +118,21 @@ def report(made, model, adamw):
     return changed
 
 
-# ---- only_root -----------------------------------------------------------------------
-def only_root():
-    model = make()
-    most = report_whole(model)
-    fully_shard(model, mesh=make_mesh())  # the mistake
-    get_loss(model).backward()
-    assert most("fully_shard on the root alone") == 1
-
-    model = make()
-    most = report_whole(model)
-    shard(model)
-    get_loss(model).backward()
-    assert most("fully_shard on each block, then on the root") < 0.4
-
-
-# ---- what only_root prints -----------------------------------------------------------
-def report_whole(model):
-    """Return a function that prints which share of the bytes was whole at most.
-
-    Each block's forward and backward pass looks.
-    """
-    total, seen = sum(weight.nbytes for weight in model.parameters()), []
-
-    def look(*_):
-        weights = [w for w in model.parameters() if not isinstance(w, DTensor)]
-        seen.append(sum(weight.nbytes for weight in weights))
-
-    for block in model.blocks:
-        block.up.register_forward_hook(look)
-        block.up.register_full_backward_hook(look)
-
-    def most(name):
-        tell(f"{name}: at most {max(seen):,} of {total:,} bytes are whole")
-        return max(seen) / total
-
-    return most
-
-
-# ---- rank_0_alone --------------------------------------------------------------------
-def rank_0_alone():
-    model = shard(make(), make_impatient_mesh())
-    adamw = make_adamw(model)
-    for step in (1, 2):
-        train_step(model, adamw)
-        tell(f"step {step}")
-    try:
-        if dist.get_rank() == 0:
-            generate(model, b"\n", 8)  # the mistake
-    except RuntimeError as error:
-        tell_wait("generate", error)
-    dist.barrier()  # in a script, rank 1 would be in step 3
-
-
 # ---- uneven --------------------------------------------------------------------------
 def uneven():
-    model = shard(make(), make_impatient_mesh())
+    group = dist.new_group(timeout=timedelta(seconds=5))  # for which a rank waits
+    model = shard(make(), DeviceMesh.from_group(group, "cpu"))
     batches = 3 if dist.get_rank() == 0 else 2  # the mistake
     try:
         for batch in range(1, batches + 1):
             evaluate(model)
             tell(f"batch {batch}")
     except RuntimeError as error:
-        tell_wait("evaluate", error)
+        assert "all_gather" in "".join(traceback.format_exception(error))
+        tell(f"rank 0 waited in all_gather: {error}")
         raise
     finally:
         dist.barrier()  # otherwise the rank that waits sees the other one disappear
-
-
-# ---- what these two use --------------------------------------------------------------
-def make_impatient_mesh():
-    """Return a mesh whose ranks wait for each other for 5 seconds only."""
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    return DeviceMesh.from_group(group, "cpu")
-
-
-def tell_wait(function, error):
-    """Print on rank 0 in which collective it waited."""
-    assert "all_gather" in "".join(traceback.format_exception(error))
-    tell(f"rank 0 waited in {function}, all_gather: {error}")
 
 
 # ---- local_norm ----------------------------------------------------------------------

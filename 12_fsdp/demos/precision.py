@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
+from harness.counting import Kept
+from harness.counting import local
+from harness.counting import size
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 # What is printed: (with fully_shard, its policy, autocast)
@@ -44,35 +46,24 @@ def see(sharded, policy, amp):
         fully_shard(model, mesh=mesh, mp_policy=policy)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    bare, types, kept = getattr(model, "module", model), [], []
-    norm = bare.blocks[1].norm1
+    bare, types = getattr(model, "module", model), []
 
     def note(module, inputs, output):
         types.extend((inputs[0].dtype, module.weight.dtype, output.dtype))
 
-    norm.register_forward_hook(note)
+    bare.blocks[1].norm1.register_forward_hook(note)
     tokens = torch.arange(128).view(4, 32)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-        ),
-        torch.autocast("cpu", torch.bfloat16, enabled=amp),
-    ):
+    with Kept() as kept, torch.autocast("cpu", torch.bfloat16, enabled=amp):
         logits = model(tokens)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     shapes = {weight.shape for weight in bare.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
-    # a gathered weight that FSDP has freed again has a storage of no bytes
-    copies = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in kept
-        if each.dtype == torch.bfloat16 and each.shape in shapes
-    }
+    in_16_bits = [each for each in kept.tensors if each.dtype == torch.bfloat16]
+    copies = size([each for each in in_16_bits if each.shape in shapes])
     loss.backward()
-    gradient = next(bare.parameters()).grad
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    types += [logits.dtype, loss.dtype, local.dtype]
-    return types, loss.item(), sum(copies.values()) / (2 * weights)
+    (gradient,) = local([next(bare.parameters()).grad])
+    types += [logits.dtype, loss.dtype, gradient.dtype]
+    return types, loss.item(), copies / (2 * weights)
 
 
 def main():

@@ -17,25 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.gpt import GPT
-
-
-class AllGathers(TorchDispatchMode):
-    """Add up the bytes of the tensors that all-gathers make."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if "all_gather" in str(function):
-            self.bytes += sum(each.nbytes for each in tree_leaves(result))
-        return result
+from harness.counting import Collectives
+from harness.counting import size
 
 
 def make():
@@ -54,13 +42,14 @@ def make():
     return model, optimizer
 
 
-def size(state):
-    """Return the bytes that this process holds of a state: of DTensors, its shards."""
-    tensors = filter(torch.is_tensor, tree_leaves(state))
-    return sum(
-        (each.to_local() if isinstance(each, DTensor) else each).nbytes
-        for each in tensors
-    )
+def written(state):
+    """Return the bytes that this process has of a state."""
+    return size(filter(torch.is_tensor, tree_leaves(state)))
+
+
+def gathered(collectives):
+    """Return the bytes of what this process has got from all-gathers."""
+    return sum(whole for name, *_, whole in collectives.seen if name == "all_gather")
 
 
 def row(name, number):
@@ -75,17 +64,17 @@ def main(folder):
     model, optimizer = make()
     if dist.get_rank() == 0:
         print("MiB on rank                          0       1       2       3")
-    with AllGathers() as gathers:
+    with Collectives() as collectives:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         full = get_state_dict(model, optimizer, options=whole)
-    row("stage 12: gathered", gathers.bytes)
-    row("stage 12: state to write", size(full))
-    with AllGathers() as gathers:
+    row("stage 12: gathered", gathered(collectives))
+    row("stage 12: state to write", written(full))
+    with Collectives() as collectives:
         shards = get_state_dict(model, optimizer)
         state = {"model": shards[0], "optimizer": shards[1]}
         dcp.save(state, checkpoint_id=folder)
-    row("stage 13: gathered", gathers.bytes)
-    row("stage 13: state to write", size(shards))
+    row("stage 13: gathered", gathered(collectives))
+    row("stage 13: state to write", written(shards))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,19 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import checkpoint
 from common import launch
 from common import text
 from common.args import dtype
 from common.args import fail
-from common.args import positive_float
 from common.args import positive_int
-from common.args import seconds
 from common.args import writable_dir
 from common.gpt import GPT
 from common.gpt import decay_groups
+from harness.counting import Kept
+from harness.counting import size
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+DEPTH, MAX_NORM = 4, 1.0
 TOLERANCE = 1e-10  # of float64, between the pipeline and one process
 
 
@@ -56,13 +57,11 @@ def parse_args(argv=None):
     add("--schedule", choices=SCHEDULES, default="1f1b", help="the order of passes")
     add("--micro-batches", type=positive_int, default=4, help="parts of a batch")
     add("--batch-size", type=positive_int, default=24, help="sequences of a batch")
-    add("--depth", type=positive_int, default=4, help="transformer blocks")
     add("--steps", type=positive_int, default=6, help="optimizer steps, in total")
-    add("--clip-grad", type=positive_float, default=1.0, help="largest norm")
     add("--dtype", type=dtype, default="float32", help="with float64, compare")
     add("--load", type=Path, help="resume from this checkpoint")
     add("--save", type=writable_dir, help="write a checkpoint here at the end")
-    add("--timeout", type=seconds, default="300", help="how long to wait for others")
+    add("--mistake", choices=MISTAKES, help="make this mistake")
     return parser.parse_args(argv)
 
 
@@ -70,8 +69,8 @@ def check_flags(args, processes):
     """End the program if so many processes cannot train with these flags."""
     if processes < 2:
         fail("a pipeline needs 2 processes or more: use --nproc-per-node=2")
-    if processes > args.depth:
-        fail(f"--depth {args.depth}: {processes} processes need a block each, or more")
+    if processes > DEPTH:
+        fail(f"the model has {DEPTH} blocks, and each process needs one or more")
     if args.batch_size % args.micro_batches:
         fail(
             f"--batch-size {args.batch_size} must be divisible by --micro-batches"
@@ -102,7 +101,6 @@ def setup(args):
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=args.timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return device
@@ -119,7 +117,10 @@ def get_batch(args, windows, step, device):
 def make_model(args):
     """Return the whole model, with the same weights on every process."""
     torch.manual_seed(0)
-    return GPT(256, context_length=32, depth=args.depth).to(args.dtype)
+    model = GPT(256, context_length=32, depth=DEPTH).to(args.dtype)
+    if args.mistake == "tied":
+        model.head.weight = model.tokens.weight
+    return model
 
 
 def make_optimizer(model):
@@ -177,10 +178,9 @@ def clip_gradients(part, max_norm):
     nn.utils.clip_grads_with_norm_(part.parameters(), max_norm, square.sqrt())
 
 
-def train_step(args, part, schedule, optimizer, inputs, targets):
-    """Take an optimizer step; return the loss on the last process, None elsewhere."""
-    optimizer.zero_grad()
-    losses = []  # one for each micro-batch
+def run_passes(part, schedule, inputs, targets):
+    """Go forward and backward; return the losses of the micro-batches, on the last."""
+    losses = []
     # return_outputs: otherwise the logits of all micro-batches stay in memory
     if part.is_first:
         schedule.step(inputs, return_outputs=False)
@@ -188,7 +188,14 @@ def train_step(args, part, schedule, optimizer, inputs, targets):
         schedule.step(target=targets, losses=losses, return_outputs=False)
     else:
         schedule.step()
-    clip_gradients(part, args.clip_grad)
+    return losses
+
+
+def train_step(part, schedule, optimizer, inputs, targets):
+    """Take an optimizer step; return the loss on the last process, None elsewhere."""
+    optimizer.zero_grad()
+    losses = run_passes(part, schedule, inputs, targets)
+    clip_gradients(part, MAX_NORM)
     optimizer.step()
     return torch.stack(losses).mean().item() if part.is_last else None
 
@@ -229,10 +236,7 @@ def load(folder, part, optimizer):
     """Read this process's part of a checkpoint, and return the number of its step."""
     weights, state = get_state_dict(part, optimizer, options=FLAT)
     whole = {"model": weights, "optimizer": state, "step": 0}
-    try:
-        dcp.load(whole, checkpoint_id=folder)
-    except dcp.CheckpointException as error:
-        fail(f"--load {folder}: {checkpoint.reason(error)}")
+    dcp.load(whole, checkpoint_id=folder)
     set_state_dict(
         part,
         optimizer,
@@ -241,6 +245,35 @@ def load(folder, part, optimizer):
         options=FLAT,
     )
     return whole["step"]
+
+
+# ---- mistakes ------------------------------------------------------------------------
+def clip_own_gradients(part, max_norm):
+    nn.utils.clip_grad_norm_(part.parameters(), max_norm)
+
+
+def divided_loss(outputs, targets, right=loss_fn):
+    return right(outputs, targets) / 4
+
+
+def run_in_two_steps(part, schedule, inputs, targets, right=run_passes):
+    halves = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+    return [loss for half in halves for loss in right(part, schedule, *half)]
+
+
+def get_own_batch(args, windows, step, device, right=get_batch):
+    return right(args, windows, step + 1000 * dist.get_rank(), device)
+
+
+# What stands in the place of a function above. "tied" is in make_model.
+MISTAKES = {
+    "own-norm": {"clip_gradients": clip_own_gradients},
+    "divided-loss": {"loss_fn": divided_loss},
+    "two-steps": {"run_passes": run_in_two_steps},
+    "own-samples": {"get_batch": get_own_batch},
+    "lists": {"FLAT": StateDictOptions()},  # shows in a step after --save and --load
+    "tied": {},
+}
 
 
 # ---- what a process does, and the proof ----------------------------------------------
@@ -254,23 +287,13 @@ class RecordedStage(PipelineStage):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.passes = []
-        self.kept = 0
+        self.passes, self.kept = [], 0
 
     def forward_one_chunk(self, number, *args, **kwargs):
         self.passes.append(f"F{number}")
-        saved = {}  # {address: bytes}: several operations keep the same tensor
-
-        def note(tensor):
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with Kept() as kept:
             output = super().forward_one_chunk(number, *args, **kwargs)
-        for weight in self.submod.parameters():
-            saved.pop(weight.untyped_storage().data_ptr(), None)
-        self.kept = sum(saved.values())
+        self.kept = size(kept.activations(self.submod))
         return output
 
     def backward_one_chunk(self, number, *args, **kwargs):
@@ -297,7 +320,7 @@ def train_alone(args, windows, device):
         optimizer.zero_grad()
         loss = loss_fn(model(inputs), targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         losses.append(loss.item())
     return model, losses
@@ -332,19 +355,22 @@ def run(args, device):
     total = sum(weight.nbytes for weight in model.parameters())
     part = Part(model, rank, ranks).to(device)
     del model  # and with it the blocks of the other processes
-    stage, schedule = make_schedule(args, part, device)
     optimizer = make_optimizer(part)
-    first_step = load(args.load, part, optimizer) if args.load else 0
-    if first_step >= args.steps:
-        fail(f"--steps {args.steps}: the checkpoint is of step {first_step}")
     losses = {}
-    for step in range(first_step, args.steps):
-        stage.passes.clear()
-        inputs, targets = get_batch(args, train_windows, step, device)
-        loss = train_step(args, part, schedule, optimizer, inputs, targets)
-        if part.is_last:
-            losses[step] = loss
-            print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+    with mock.patch.dict(globals(), MISTAKES.get(args.mistake, {})):
+        stage, schedule = make_schedule(args, part, device)
+        first_step = load(args.load, part, optimizer) if args.load else 0
+        if first_step >= args.steps:
+            fail(f"--steps {args.steps}: the checkpoint is of step {first_step}")
+        for step in range(first_step, args.steps):
+            stage.passes.clear()
+            inputs, targets = get_batch(args, train_windows, step, device)
+            loss = train_step(part, schedule, optimizer, inputs, targets)
+            if part.is_last:
+                losses[step] = loss
+                print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+        if args.save:
+            save(args.save, part, optimizer, args.steps)
     held = sum(weight.nbytes for weight in part.parameters()) / total
     line = f"{held:.1%} of the weights; {' '.join(stage.passes)};"
     most = most_in_flight(stage.passes)
@@ -356,8 +382,6 @@ def run(args, device):
         for number, each in enumerate(lines):
             print(f"rank {number}: {each}", flush=True)
         print(f"validation loss {val_loss:.4f}", flush=True)
-    if args.save:
-        save(args.save, part, optimizer, args.steps)
     if args.dtype != torch.float64:
         return 0
     found = compare_with_one_process(args, part, losses, val_loss, device)

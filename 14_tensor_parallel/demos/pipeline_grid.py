@@ -67,7 +67,7 @@ def train_alone(args, loaders):
         inputs, targets = map(torch.cat, zip(*batches, strict=True))
         optimizer.zero_grad()
         pipeline.loss_fn(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        nn.utils.clip_grad_norm_(model.parameters(), pipeline.MAX_NORM)
         optimizer.step()
     return model
 
@@ -86,7 +86,7 @@ def main():
             schedule.step(inputs)
         else:
             schedule.step(target=targets, return_outputs=False)
-        clip_gradients(part, mesh, args.clip_grad)
+        clip_gradients(part, mesh, pipeline.MAX_NORM)
         optimizer.step()
 
     expected = train_alone(args, loaders).state_dict()

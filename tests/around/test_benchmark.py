@@ -169,16 +169,6 @@ def test_what_a_step_waits_for_is_printed(several):
     assert found[0][1] == "1.00"
 
 
-def test_what_is_in_host_memory_trains_the_same(several):
-    program = first_with("shards") + "/demos/host_memory.py"
-    flags = "--lengths 16 --width 64 --depth 2"
-    launcher = f"torchrun --standalone --nproc-per-node={several}"
-    done = run(f"{launcher} {program} {flags}")
-    title, *rows = done.stdout.splitlines()
-    losses = {row.split()[-1] for row in rows}
-    assert len(rows) == 3 and len(losses) == 1 and float(losses.pop()) < 5.5
-
-
 @pytest.mark.release  # torchao's prototype
 def test_float8_is_measured_against_bfloat16():
     pytest.importorskip("torchao", reason="torchao is not installed")

@@ -21,7 +21,7 @@ FOLDERS += "|your_own_script|check_yours|benchmarks|tests"
 FILE = re.compile(
     rf"(?<![\w/.-])(?:{FOLDERS})/[\w/]+\.(?:py|sh|sbatch|md|ipynb|yaml)\b"
 )
-SKIPPED = {".venv", "_build", "node_modules"}
+SKIPPED = {".venv", ".venv-site", "_build", "node_modules"}
 
 
 def find(pattern):

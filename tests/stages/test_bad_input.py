@@ -20,23 +20,17 @@ BY_TORCHRUN, BY_SPAWN = first_with("torchrun"), first_with("spawn")
 # What is wrong, and what the line must say of it: with any data, images or a text.
 WRONG = {
     "no epochs": (["--epochs", "0"], "--epochs: '0' is not an integer, 1 or more"),
-    "a negative batch": (["--batch-size", "-48"], "--batch-size: '-48'"),
-    "half a sample": (["--batch-size", "1.5"], "--batch-size: '1.5'"),
     "a batch larger than the set": (["--batch-size", "60000"], "--batch-size 60000: "),
     "a learning rate of nan": (["--lr", "nan"], "--lr: 'nan' is not a number"),
-    "an infinite timeout": (["--timeout", "inf"], "--timeout: "),
-    "a negative seed": (["--seed", "-1"], "--seed: "),
     "an unknown flag": (["--learning-rate", "1"], "--learning-rate"),
     "an abbreviated flag": (["--epoch", "1"], "--epoch"),
     "no file of weights": (["--evaluate", "{tmp}/none.pt"], "--evaluate: "),
     "a truncated file": (["--evaluate", "{tmp}/half.pt"], "--evaluate: "),
-    "a text file": (["--evaluate", "{tmp}/text.pt"], "--evaluate: "),
     "another model's weights": (
         ["--evaluate", "{tmp}/other.pt"],
         "other.pt holds another model's weights",
     ),
     "a file, not a directory": (["--out-dir", "{tmp}/text.pt"], "--out-dir: "),
-    "a directory without a name": (["--out-dir", ""], "--out-dir: '' is not the path"),
     "a bucket": (["--out-dir", "s3://a/b"], "--out-dir: 's3://a/b' is not the path of"),
     "a name that is too long": (["--out-dir", "{tmp}/" + 300 * "n"], "(File name too"),
     "a link to nowhere": (["--out-dir", "{tmp}/link"], "link is not a directory"),
@@ -65,25 +59,15 @@ WRONG_WITH_IMAGES = {
 }
 WRONG_WITH_TEXT = {
     "no text": (["--text-file", "{tmp}/none.txt"], "--text-file: there is no file"),
-    "a directory, not a text": (["--text-file", "{tmp}"], "--text-file: "),
-    "an empty text": (["--text-file", "{tmp}/empty.txt"], "--text-file: {tmp}/empty."),
     "a text without a window to validate on": (
         ["--text-file", "{tmp}/short.txt", "--batch-size", "1"],
         "--text-file: {tmp}/short.txt: 300 bytes are too few for windows of",
     ),
-    "a text shorter than a batch": (
-        ["--text-file", "{tmp}/short.txt", "--context-length", "16"],
-        "--batch-size 48: the training set has only 15 samples",
-    ),
-    "no context": (["--context-length", "0"], "--context-length: '0' is not"),
     "half a head": (["--heads", "1.5"], "--heads: '1.5' is not an integer"),
-    "no width": (["--width", "0"], "--width: '0' is not"),
-    "no block": (["--depth", "0"], "--depth: '0' is not"),
     "heads that do not divide the width": (
         ["--width", "64", "--heads", "5"],
         "--width 64 must be divisible by --heads (5)",
     ),
-    "less than no sample": (["--sample", "-1"], "--sample: '-1' is not"),
     "a flag for images": (["--data", "digits"], "--data digits"),
 }
 # One that the parser sees, one that the data does, and one that the model does.
@@ -101,7 +85,6 @@ def files(tmp_path_factory):
     (folder / "other").mkdir()
     row = '{"epoch": 1, "train": {}, "val": {}}'
     (folder / "other/metrics.jsonl").write_text(f"{row}\n{row[:-3]}")
-    (folder / "empty.txt").touch()
     (folder / "short.txt").write_bytes(b"0123456789" * 30)
     return folder
 
@@ -181,11 +164,8 @@ VARIABLES = [
     ({"RANK": None}, "RANK is not set; a launcher sets it: start with "),
     ({"RANK": "one"}, "RANK is 'one', not a number"),
     ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
-    ({"RANK": "1"}, "RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 contradict each other"),
     ({"LOCAL_RANK": "1"}, "RANK=0 WORLD_SIZE=1 LOCAL_RANK=1 contradict each other"),
     ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, or MASTER_PORT is not a port"),
-    ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
-    ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
     ({"MASTER_PORT": "65536"}, "MASTER_ADDR is not set, or MASTER_PORT is not a port"),
 ]
 
@@ -231,13 +211,6 @@ def test_a_port_in_use(stage, tmp_path, fault):
         port = taken.getsockname()[1]
         done = run_stage(stage, 1, [], tmp_path, code=1, MASTER_PORT=port)
     fault.assert_seen(done.stderr)
-
-
-def test_a_rank_that_never_comes(tmp_path):
-    """It may have another address, or have died on another machine."""
-    flags = ["--timeout", "3", "--device", "cpu"]
-    done = run_stage(BY_TORCHRUN, 1, flags, tmp_path, code=1, WORLD_SIZE=2)
-    assert "1/2 clients joined" in done.stderr
 
 
 @pytest.mark.parametrize("stage", [BY_TORCHRUN, BY_SPAWN])

@@ -3,35 +3,25 @@
 test_data.py has the sets of images, test_gpt.py the language model and its text.
 """
 
-import argparse
-import fcntl
 import functools
 import importlib
-import itertools
 import os
 import pickle
 import re
 import resource
 import shutil
-import signal
-import struct
-import subprocess
 import sys
-import termios
 import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torchvision
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data import TensorDataset
 
 from common import args as common_args
 from common import launch
-from common import loader
 from common import lr_schedule
 from common import meters
 from common import weights
@@ -41,7 +31,6 @@ from harness import commands
 from harness.stages import ROOT
 from harness.stages import first_with
 from tests.fault_injection import full_at_file
-from tests.training import assert_one_error_line
 from tests.training import injected
 from tests.training import load_stage
 from tests.training import run_stage
@@ -56,71 +45,6 @@ def arguments(*words):
 
 
 # ---- each module, copied alone -------------------------------------------------------
-def use_args(module):
-    args = module.TextArgumentParser("").parse_args(["--device", "cpu", "--lr", "2"])
-    assert (args.lr, args.batch_size, args.device) == (2, 48, CPU)
-
-
-def use_checkpoint(module):
-    identity = {"flags": {}, "data": "0"}
-    for step in (1, 2):
-        module.save("checkpoints", step, {"step": step, "identity": identity}, keep=1)
-    (path,) = module.find("checkpoints")
-    assert module.load(path)[0] == {"step": 2, "identity": identity}
-
-
-def use_data(module):
-    train_set, _ = module.load("fake", image_size=8, num_images=10)
-    images, _ = train_set.__getitems__([1, 2])
-    assert module.normalize(images, "fake", torch.float32).shape == (2, 3, 8, 8)
-
-
-def use_gpt(module):
-    model = module.GPT(256, context_length=8, width=8, heads=2)
-    assert len(module.generate(model, b"a", 5)) == 5
-
-
-def use_launch(module):
-    assert module.get_device(CPU, 0) == CPU
-    received = module.catch_signals()
-    signal.raise_signal(signal.SIGTERM)
-    assert received == [signal.SIGTERM]
-
-
-def use_loader(module):
-    options = module.loader_options(CPU, 0)
-    batches = DataLoader(TensorDataset(torch.arange(6)), 2, **options)
-    (batch,), _ = module.skip_first_batches(batches, 1)
-    assert batch.tolist() == [2, 3]
-
-
-def use_lr_schedule(module):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    assert module.warmup_cosine(optimizer, 100).get_last_lr() == [0.2]
-
-
-def use_meters(module):
-    meter = module.Meter("cpu")
-    meter.update(torch.tensor(1.0), torch.eye(3), torch.arange(3))
-    assert module.format_metrics(meter.compute()).startswith("loss 1.000 acc@1 100.00")
-
-
-def use_model(module):
-    model = module.make_model("small", channels=1, num_classes=3, image_size=8)
-    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
-
-
-def use_text(module):
-    Path("some.txt").write_bytes(bytes(range(200)))
-    train_set, _ = module.load("some.txt", 8)
-    assert train_set[0][0].shape == (8,)
-
-
-def use_weights(module):
-    module.save(nn.Linear(2, 2).state_dict(), "last.pt")
-    module.load_weights(nn.Linear(2, 2), "last.pt")
-
-
 def use_alone(folder, name):
     """Be a process that finds nothing of ours except what is in a folder."""
     for each in [each for each in sys.modules if each.partition(".")[0] == "common"]:
@@ -132,7 +56,6 @@ def use_alone(folder, name):
         sys.modules["torchvision"] = None  # raises ImportError, as if not installed
     module = importlib.import_module(f"common.{name}")
     assert module.__file__ == str(folder / "common" / f"{name}.py")
-    globals()[f"use_{name}"](module)
 
 
 def with_imports(name):
@@ -149,8 +72,8 @@ def with_imports(name):
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "common").glob("[!_]*.py"))
 )
-def test_a_module_that_is_copied_alone_does_its_work(name, tmp_path):
-    """Also without torchvision, unless it is what the module is about."""
+def test_a_module_can_be_copied_with_what_it_imports(name, tmp_path):
+    """It needs no torchvision, unless that is what the module is about."""
     (tmp_path / "common").mkdir()
     for each in with_imports(name):
         shutil.copy(ROOT / "common" / f"{each}.py", tmp_path / "common")
@@ -158,50 +81,6 @@ def test_a_module_that_is_copied_alone_does_its_work(name, tmp_path):
 
 
 # ---- flags ---------------------------------------------------------------------------
-def last_line(capsys):
-    """Return the one line that is on standard error, without its beginning."""
-    (line,) = capsys.readouterr().err.splitlines()
-    _, found, message = line.partition(": error: ")
-    assert found
-    return message
-
-
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError(2, "No such file", "x.pt"), ValueError("two\nlines")]
-)
-def test_what_the_user_got_wrong_is_one_line(error, capsys):
-    with pytest.raises(SystemExit, match="^2$"), common_args.one_line_errors("--flag:"):
-        raise error
-    assert last_line(capsys) == f"--flag: {' '.join(str(error).split())}"
-
-
-def test_other_errors_keep_their_traceback_unless_they_are_named(capsys):
-    with pytest.raises(KeyError), common_args.one_line_errors("--flag:"):
-        raise KeyError("w")
-    with pytest.raises(SystemExit), common_args.one_line_errors("--flag:", KeyError):
-        raise KeyError("w")
-    assert last_line(capsys) == "--flag: 'w'"
-
-
-@pytest.mark.parametrize(
-    "batch_size, processes, samples, said",
-    [
-        (48, 1, 48, None),
-        (48, 16, 1440, None),
-        (47, 3, 100, "must be divisible by the number of processes (3); try 48"),
-        (1, 4, 100, "must be divisible by the number of processes (4); try 4"),
-        (48, 2, 47, "--batch-size 48: the training set has only 47 samples"),
-    ],
-)
-def test_the_batch_must_fit(batch_size, processes, samples, said, capsys):
-    if said is None:
-        common_args.check_batch_size(batch_size, processes, samples)
-        return
-    with pytest.raises(SystemExit, match="^2$"):
-        common_args.check_batch_size(batch_size, processes, samples)
-    assert said in last_line(capsys)
-
-
 def test_workers_by_default(tmp_path, monkeypatch):
     """Only images in files keep a core busy: one gathers more than a GPU trains on."""
     files = ["--data", "imagefolder", "--data-dir", str(tmp_path)]
@@ -224,7 +103,6 @@ def test_workers_by_default(tmp_path, monkeypatch):
     assert workers(*on_gpu, *files, "--workers", "5") == 5
 
 
-# ---- meters --------------------------------------------------------------------------
 def test_spawned_processes_share_the_cores_that_they_may_use(tmp_path):
     """Not those of the machine, of which Slurm or taskset may leave them a few."""
     if common_args.usable_cores() == 1:
@@ -247,17 +125,16 @@ def run(args):
     assert re.findall("^threads: .*", done.stdout, re.M) == ["threads: 1"]
 
 
+# ---- meters --------------------------------------------------------------------------
 def test_accuracy_by_hand():
     outputs = torch.tensor([[9.0, 1, 0], [0, 9, 1], [1, 0, 9], [5, 9, 1]])
     targets = torch.tensor([0, 2, 1, 0])
     assert meters.num_correct(outputs, targets, topk=(1, 2, 3)).tolist() == [1, 3, 4]
-    assert meters.accuracy(outputs, targets, topk=(1, 2)).tolist() == [25, 75]
     fewer_classes_than_k = meters.num_correct(outputs, targets, topk=(5,))
     assert fewer_classes_than_k.tolist() == [4]
     # The same as two windows of two tokens.
     windows = outputs.view(2, 2, 3), targets.view(2, 2)
     assert meters.num_correct(*windows, topk=(1, 2, 3)).tolist() == [1, 3, 4]
-    assert meters.accuracy(*windows, topk=(1, 2)).tolist() == [25, 75]
 
 
 def test_meter_divides_sums_by_counts():
@@ -302,19 +179,6 @@ def test_speed_is_of_the_time_since_the_last_line(monkeypatch, capsys):
     assert rates == ["0.075 a second", "0.150 a second", "0.150 a second"]
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
-    ours, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    batches = DataLoader(torch.arange(6), batch_size=2)
-    with os.fdopen(terminal, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        for _ in meters.progress(batches, "epoch 1", meters.Meter("cpu")):
-            pass
-        screen = os.read(ours, 1000)
-    os.close(ours)
-    assert b"epoch 1:   0%|" in screen
-
-
 def test_schedule_warms_up_and_ends_at_zero():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = lr_schedule.warmup_cosine(optimizer, 100)
@@ -331,23 +195,11 @@ def test_schedule_warms_up_and_ends_at_zero():
 
 
 # ---- the networks --------------------------------------------------------------------
-def test_the_default_model_has_nothing_that_a_split_batch_changes():
-    model = make_model("small", channels=1, num_classes=10, image_size=8)
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    assert not [m for m in model.modules() if isinstance(m, batch_norm)]
-    assert not [m for m in model.modules() if isinstance(m, (nn.Dropout, nn.ReLU))]
-    model.double()
-    images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
-    halves = torch.cat([model(images[:2]), model(images[2:])])
-    assert torch.allclose(model(images), halves)
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v3_small", "squeezenet1_1"])
-@pytest.mark.parametrize("num_classes", [10, 7])
-def test_torchvision_models_by_name(arch, num_classes):
-    model = make_model(arch, 3, num_classes, image_size=64)
+@pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_1"])
+def test_torchvision_models_by_name(arch):
+    model = make_model(arch, 3, num_classes=7, image_size=64)
     assert all(module.training for module in model.modules())
-    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, num_classes)
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
 
 
 def test_a_resnet_for_small_gray_images_keeps_their_size():
@@ -369,10 +221,9 @@ def without_a_network(monkeypatch):
     return source
 
 
-@pytest.mark.parametrize("num_classes", [10, 1000])
-def test_pretrained_keeps_all_but_the_last_layer(num_classes, without_a_network):
-    model = make_model("resnet18", 3, num_classes, image_size=64, pretrained=True)
-    assert model.fc.out_features == num_classes
+def test_pretrained_keeps_all_but_the_last_layer(without_a_network):
+    model = make_model("resnet18", 3, num_classes=10, image_size=64, pretrained=True)
+    assert model.fc.out_features == 10
     kept = {k: v for k, v in model.state_dict().items() if not k.startswith("fc.")}
     assert len(kept) == len(without_a_network) - 2
     assert all(torch.equal(v, without_a_network[k]) for k, v in kept.items())
@@ -382,9 +233,7 @@ def test_pretrained_keeps_all_but_the_last_layer(num_classes, without_a_network)
     "arch, channels, image_size, pretrained, said",
     [
         ("alexnet", 3, 8, False, r"cannot take images of \(3, 8, 8\)"),
-        ("mobilenet_v3_small", 1, 64, False, r"cannot take images of \(1, 64, 64\)"),
         ("vit_b_32", 3, 64, False, "cannot take images"),  # it takes 224 x 224
-        ("resnet18", 1, 8, True, "cannot take images"),
         ("squeezenet1_1", 3, 64, True, "does not end with a linear layer"),
         ("googlenet", 3, 64, False, "more outputs than one"),
     ],
@@ -397,95 +246,8 @@ def test_a_network_that_does_not_fit_is_a_value_error(
         make_model(arch, channels, 10, image_size, pretrained)
 
 
-# ---- the loader ----------------------------------------------------------------------
-def test_options_of_a_loader():
-    alone = loader.loader_options(CPU, 0)
-    assert not alone["persistent_workers"] and not alone["pin_memory"]
-    helped = loader.loader_options(torch.device("cuda"), 3)
-    assert helped["persistent_workers"] and helped["pin_memory"]
-    assert helped["num_workers"] == 3
-    assert set(alone) == set(helped)
-
-
-def test_a_loader_takes_samples_one_by_one_or_a_batch_at_a_time():
-    options = loader.loader_options(CPU, 0)
-    (one, label), *_ = DataLoader([(torch.zeros(3), 1)] * 4, 2, **options)
-    assert one.shape == (2, 3) and label.tolist() == [1, 1]
-    batch = torch.zeros(2), torch.ones(2)
-    assert options["collate_fn"](batch) is batch
-
-
-def test_seeds_derived_from_different_integers_differ():
-    keys = [*itertools.product(range(3), range(5), range(4)), (0,), (0, 0), (2**31, 1)]
-    seeds = [loader.derive_seed(*key) for key in keys]
-    # (0,), (0, 0) and (0, 0, 0) are one key: zeros at the end do not count.
-    assert len(set(seeds)) == len(keys) - 2
-    assert all(0 <= seed < 2**32 for seed in seeds)
-    assert seeds == [loader.derive_seed(*key) for key in keys]
-
-
-class Noting(torch.utils.data.Dataset):
-    """Eleven samples, which notes those that are read."""
-
-    def __init__(self):
-        self.read = []
-
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return index, -index
-
-
-@pytest.mark.parametrize("done", [0, 1, 3, 5])
-def test_the_rest_of_an_epoch_is_what_was_left_and_nothing_else_is_read(done):
-    generator = torch.Generator().manual_seed(3)
-    order = torch.utils.data.RandomSampler(Noting(), generator=generator)
-    options = loader.loader_options(CPU, 0)
-    batches = DataLoader(Noting(), 2, sampler=order, drop_last=True, **options)
-    generator.manual_seed(5)
-    whole = [samples.tolist() for samples, _ in batches]
-    batches.dataset.read.clear()
-    generator.manual_seed(5)
-    rest = loader.skip_first_batches(batches, done)
-    assert [samples.tolist() for samples, _ in rest] == whole[done:]
-    assert batches.dataset.read == list(itertools.chain(*whole[done:]))
-
-
-def be_a_worker(ready):
-    """Be a DataLoader's worker that answers each word it gets."""
-    loader.ignore_launcher_sigterm(0)
-    ready.send("ready")
-    while True:
-        ready.send(ready.recv())
-
-
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="not on macOS")
-def test_a_worker_ends_at_a_sigterm_of_its_own_process_only():
-    here, there = commands.forkserver.Pipe()
-    worker = commands.forkserver.Process(target=be_a_worker, args=(there,))
-    worker.start()
-    there.close()
-    try:
-        assert here.recv() == "ready"
-        subprocess.run(["sh", "-c", f"kill {worker.pid}"], check=True)
-        commands.wait_until(
-            lambda: not commands.in_mask(worker, "ShdPnd"), commands.LIMIT
-        )
-        here.send("still here")
-        assert here.recv() == "still here"
-        worker.terminate()
-        worker.join(commands.LIMIT)
-        assert worker.exitcode == 0
-    finally:
-        commands.kill([psutil.Process(worker.pid)] if worker.is_alive() else [])
-        worker.join()
-
-
 # ---- a run ---------------------------------------------------------------------------
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tf32, deterministic", [(False, True), (True, False)])
 def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
     """By default no TF32, and the same bits every time."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -560,13 +322,6 @@ def test_evaluate_only_evaluates(done, tmp_path, device):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_prefix_of_a_wrapper_is_named(tmp_path):
-    weights.save({"module.weight": torch.zeros(3, 2)}, tmp_path / "wrapped.pt")
-    flags = ["--evaluate", tmp_path / "wrapped.pt", "--device", "cpu"]
-    done = run_stage(FIRST, 1, flags, tmp_path, code=2)
-    assert_one_error_line(done, "its names begin with 'module.'")
-
-
 def test_an_epoch_that_was_not_written_counts_in_the_exit_code(tmp_path, device):
     """Also if the later ones were."""
     flags = ["--epochs", "2", "--out-dir", tmp_path / "out", "--device", device]
@@ -580,18 +335,21 @@ def test_an_epoch_that_was_not_written_counts_in_the_exit_code(tmp_path, device)
 # ---- files ---------------------------------------------------------------------------
 def save_epoch(folder, epoch, acc1, trained=10):
     metrics = {"loss": 1.0, "acc1": acc1, "count": 10}
-    train, state = {**metrics, "count": trained}, {"w": torch.full((2,), float(epoch))}
+    train, state = (
+        {**metrics, "count": trained},
+        {"w": torch.full((2000,), float(epoch))},
+    )
     return weights.save_epoch(folder, epoch, train, metrics, state)
 
 
 def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
     for epoch, acc1 in ((1, 50.0), (2, 70.0), (3, 60.0)):
         save_epoch(tmp_path, epoch, acc1)
-    assert weights.load(tmp_path / "best.pt")["w"].tolist() == [2, 2]
-    assert weights.load(tmp_path / "last.pt")["w"].tolist() == [3, 3]
+    assert weights.load(tmp_path / "best.pt")["w"].unique() == 2
+    assert weights.load(tmp_path / "last.pt")["w"].unique() == 3
     save_epoch(tmp_path, 1, 40.0)
     assert [row["epoch"] for row in weights.read_metrics(tmp_path)] == [1]
-    assert weights.load(tmp_path / "best.pt")["w"].tolist() == [1, 1]
+    assert weights.load(tmp_path / "best.pt")["w"].unique() == 1
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best.pt", "last.pt", "metrics.jsonl"]
 
@@ -609,31 +367,17 @@ def test_an_epoch_that_cannot_be_written_is_one_line(tmp_path, capsys):
     assert save_epoch(tmp_path, 1, 50.0)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         assert not save_epoch(tmp_path, 2, 60.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"epoch 2: {tmp_path} not written \(.+\)", line)
+    why = "File too large"  # torch's own words are "unexpected pos 768 vs 662"
+    assert re.fullmatch(rf"epoch 2: {tmp_path} not written \(.*{why}\)", line)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert save_epoch(tmp_path, 3, 60.0)
     assert [row["epoch"] for row in weights.read_metrics(tmp_path)] == [1, 3]
-
-
-def test_a_write_that_fails_leaves_the_old_file_unchanged(tmp_path):
-    path = tmp_path / "last.pt"
-    weights.save({"w": torch.zeros(10)}, path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # What a full disk does, without a disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises((OSError, RuntimeError)):
-            weights.save({"w": torch.zeros(100_000)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert weights.load(path)["w"].tolist() == [0] * 10
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 class Spy:
@@ -652,43 +396,19 @@ def test_loading_runs_no_code_from_the_file(tmp_path, monkeypatch):
     assert not (tmp_path / "was-run").exists()
 
 
-def test_a_file_that_holds_an_object_names_its_class(tmp_path):
+def test_the_processes_of_a_machine_share_a_file_of_weights(tmp_path, monkeypatch):
+    """It is mapped into their memory: otherwise each holds all of it for a moment."""
     path = tmp_path / "last.pt"
-    for what, named in (
-        ({"args": argparse.Namespace(lr=0.1)}, "argparse.Namespace"),
-        (nn.Linear(3, 2), "torch.nn.modules.linear.Linear"),
-    ):
-        torch.save(what, path)
-        with pytest.raises(ValueError, match=rf"last.pt .* weights \({named}\), and"):
-            weights.load(path)
+    model, mapped = nn.Linear(3, 2), []
+    weights.save(model.state_dict(), path)
 
+    def load(state):
+        mapped.append(str(path) in Path("/proc/self/maps").read_text())
+        nn.Module.load_state_dict(model, state)
 
-def test_a_pointer_of_git_lfs_is_a_value_error(tmp_path):
-    path = tmp_path / "last.pt"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
-    with pytest.raises(ValueError, match="last.pt is a pointer of Git LFS; `git lfs"):
-        weights.load(path)
-
-
-def test_a_damaged_file_is_a_value_error(tmp_path):
-    """Whichever bit is flipped, unless nothing is read from there."""
-    path = tmp_path / "last.pt"
-    weights.save({"w": torch.arange(100.0), "b": torch.zeros(3)}, path)
-    whole, right = path.read_bytes(), weights.load(path)
-    found = 0
-    for position in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[position] ^= 4
-        path.write_bytes(damaged)
-        try:
-            state = weights.load(path)
-        except ValueError as error:
-            assert re.search("last.pt is (damaged|missing)", str(error))
-            found += 1
-        else:
-            assert state.keys() == right.keys()
-            assert all(torch.equal(state[name], right[name]) for name in right)
-    assert found > 400  # the numbers alone
+    monkeypatch.setattr(model, "load_state_dict", load)
+    weights.load_weights(model, path)
+    assert mapped == [True]
 
 
 def test_weights_of_another_model_are_a_value_error(tmp_path):
@@ -699,12 +419,7 @@ def test_weights_of_another_model_are_a_value_error(tmp_path):
         (nn.Linear(3, 4).state_dict(), "holds another model's weights"),
         ({"module.weight": torch.zeros(2, 3)}, "names begin with 'module.'"),
         ({"_orig_mod.weight": torch.zeros(2, 3)}, "names contain '_orig_mod.'"),
-        ({"0._orig_mod.weight": torch.zeros(2, 3)}, "names contain '_orig_mod.'"),
         ({"step": 3, "model": model.state_dict()}, "its entry 'model' may be them"),
-        (
-            {"optimizer": {"state": {}}, "ema": model.state_dict()},
-            "its entry 'ema' may",
-        ),
         ([1, 2], "holds another model's weights"),
     ):
         weights.save(state, path)
@@ -716,14 +431,3 @@ def test_weights_of_another_model_are_a_value_error(tmp_path):
     weights.load_weights(model, path)
     for one, other in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_weights_are_checked_on_the_meta_device(tmp_path):
-    path = tmp_path / "last.pt"
-    weights.save(nn.Linear(3, 2).state_dict(), path)
-    with torch.device("meta"):
-        fitting, other = nn.Linear(3, 2), nn.Linear(3, 4)
-    weights.load_weights(fitting, path)
-    assert fitting.weight.is_meta
-    with pytest.raises(ValueError, match="holds another model's weights"):
-        weights.load_weights(other, path)

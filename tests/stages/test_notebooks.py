@@ -114,7 +114,7 @@ def printed(cell):
 # ---- which there are -----------------------------------------------------------------
 def test_every_stage_has_a_notebook():
     missing = {*map(main_notebook, stages())} - {*ALL}
-    assert not missing, f"missing: {missing}; `make new-stage` writes one"
+    assert not missing, f"missing: {missing}"
     assert {notebook.split("/")[0] for notebook in ALL} == set(stages())
     explain_slurm = {main_notebook(first_with(name)) for name in ("slurm", "signals")}
     assert explain_slurm <= set(USES_SLURM)
@@ -318,13 +318,13 @@ def test_pictures_are_as_figures_py_draws_them_now():
     assert len(drawn) - len(kept) <= 1 and len(kept) > 40
     ours = f"Matplotlib version{matplotlib.__version__}"
     stored = {
-        picture.version(output.data["image/png"]).split(",")[0] for output in kept
+        picture.version(picture.stored_in(output)).split(",")[0] for output in kept
     }
     if stored != {ours}:
         pytest.skip(f"stored by {stored}, which may draw otherwise than {ours}")
     for output in kept:
         stored = output.data["image/png"]
-        hint = f"{output.metadata['picture']}: make notebooks SHOW=1, make zh"
+        hint = f"{output.metadata['picture']}: make notebooks SHOW=1"
         assert picture.drawn_now(output) == stored, hint
 
 

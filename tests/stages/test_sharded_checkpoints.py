@@ -25,7 +25,6 @@ from tests.conftest import only_in_release
 from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled_at_file
 from tests.resume_harness import EVERY_4
-from tests.resume_harness import NEVER
 from tests.resume_harness import Run
 from tests.resume_harness import app_state
 from tests.resume_harness import assert_same
@@ -47,10 +46,6 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def assert_complete(run):
     """Assert that what has a checkpoint's name can be read."""
     for path in run.paths():
@@ -68,53 +63,15 @@ def args(group, module, tmp_path):  # noqa: ARG001
     return stage_args(module, "--checkpoint-dir", tmp_path / "checkpoints")
 
 
-def truncated(path):
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def missing(path):
-    path.unlink()
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def of_text(path):
-    path.write_text("not of a checkpoint")
-
-
-def of_another_model(path):
-    """The names in it are of no weight of ours."""
-    content = path.read_bytes()
-    assert b"app.model." in content
-    path.write_bytes(content.replace(b"app.model.", b"app.madel."))
-
-
-class Spy:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def that_runs_code(path):
-    path.write_bytes(pickle.dumps(Spy(path.parents[2] / "was-run")))
-
-
 SHARD = "__0_0.distcp"
-DAMAGES = [(SHARD, damage) for damage in (truncated, missing, empty, of_text)]
-DAMAGES += [(".metadata", each) for each in (truncated, empty, of_text)]
-DAMAGES += [(".metadata", of_another_model), (".metadata", that_runs_code)]
 
 
-@pytest.mark.parametrize("name, damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
-    """In one line; and what was loaded of it is overwritten."""
+@pytest.mark.parametrize("damage", ["truncated", "missing", "empty"])
+def test_a_damaged_shard_is_not_loaded(damage, module, args, capsys):
+    """In one line; and what was loaded of it is overwritten.
+
+    What is wrong with the other files is found by common/checkpoint.py.
+    """
     first, second = (app_state(STAGE, module, args, seed) for seed in (0, 1))
     module.load_latest(args, first)
     kept = []
@@ -122,43 +79,49 @@ def test_a_damaged_checkpoint_is_skipped(name, damage, module, args, capsys):
         take_step(first)
         module.save_checkpoint(args, first)
         kept.append([plain(each).detach().clone() for each in first.model.parameters()])
-    path, older = checkpoint.find(args.checkpoint_dir, sharded=True)
-    damage(path / name)
-    before = contents(args.checkpoint_dir)
+    path, _ = checkpoint.find(args.checkpoint_dir, sharded=True)
+    content = (path / SHARD).read_bytes()
+    (path / SHARD).write_bytes(content[: len(content) // 2 * (damage == "truncated")])
+    if damage == "missing":
+        (path / SHARD).unlink()
     capsys.readouterr()
     module.load_latest(args, second)
     line, resumed = capsys.readouterr().out.splitlines()
-    why = "rank 0: .+" if name == SHARD else "its .metadata is not the one that .+"
-    assert re.fullmatch(rf"skipping checkpoint {path} \({why}\)", line)
+    assert re.fullmatch(rf"skipping checkpoint {path} \(rank 0: .+\)", line)
     assert resumed == "resumed from step 1"
     assert second.step == 1 and second.scheduler.last_epoch == 1
     for one, other in zip(kept[0], second.model.parameters(), strict=True):
         assert torch.equal(one, plain(other))
-    assert contents(args.checkpoint_dir) == before
-    assert not (args.checkpoint_dir.parent / "was-run").exists()
-    damage(older / name)
-    with pytest.raises(SystemExit, match="^2$"):
-        module.load_latest(args, second)
-    (line,) = capsys.readouterr().err.splitlines()
-    which = f"--checkpoint-dir: no checkpoint in {args.checkpoint_dir} can be read"
-    assert line.endswith(f": error: {which}")
     take_step(second)
     module.save_checkpoint(args, second)  # in place of the damaged one
     assert read_state(path)["step"] == 2
 
 
-def test_an_unfinished_folder_is_not_loaded(module, args, capsys):
+@pytest.mark.fault(
+    since="sharded_checkpoints",
+    what="a bit of a shard flips, or a shard is replaced by that of another step",
+    sees="no error: `resumed from step`",
+    lost="the result is wrong: DCP compares no checksums",
+)
+@pytest.mark.parametrize("damage", ["a flipped bit", "of another step"])
+def test_a_wrong_shard_is_not_noticed(damage, module, args, capsys, fault):
     first, second = (app_state(STAGE, module, args, seed) for seed in (0, 1))
     module.load_latest(args, first)
-    take_step(first)
-    module.save_checkpoint(args, first)
-    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
-    shutil.copytree(path, args.checkpoint_dir / ".step-000000002.tmp")
-    shutil.copytree(path, args.checkpoint_dir / "step-000000003")
-    missing(args.checkpoint_dir / "step-000000003/.metadata")
-    capsys.readouterr()
+    for _ in range(2):
+        take_step(first)
+        module.save_checkpoint(args, first)
+    latest, older = checkpoint.find(args.checkpoint_dir, sharded=True)
+    shard = bytearray((latest / SHARD).read_bytes())
+    if damage == "a flipped bit":
+        weight = plain(next(first.model.parameters())).detach().numpy().tobytes()
+        shard[shard.index(weight)] ^= 1
+    else:
+        shard = (older / SHARD).read_bytes()
+    (latest / SHARD).write_bytes(shard)
     module.load_latest(args, second)
-    assert capsys.readouterr().out == "resumed from step 1\n"
+    fault.assert_seen(capsys.readouterr().out)
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert not all(torch.equal(plain(one), plain(other)) for one, other in pairs)
 
 
 def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
@@ -182,10 +145,7 @@ KILLS = [
     ("open", "*/__1_0.distcp", 1),  # rank 1 writes nothing
 ]
 MORE_KILLS = [
-    ("open", "*/__0_0.distcp", 1),
     ("os.rename", "*/.metadata", 1),
-    ("os.rename", "*/step-*", 1),
-    ("os.rename", "*/step-*", 3),
     ("shutil.rmtree", "*/.step-*", 1),  # an old one is about to be removed
     ("os.remove", "__?_0.distcp", 2),  # a part of it is
     ("open", "*/step-*/.metadata", 1),  # while it loads
@@ -208,19 +168,7 @@ def test_kills_while_a_checkpoint_is_written(kills, trained, two, device, tmp_pa
     run.run()
     assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
     run.assert_no_step_is_lost_or_doubled()
-    assert names(run.checkpoint_dir) == {"step-000000016", "step-000000020"}
-
-
-def test_a_rank_that_is_killed_while_it_loads_ends_the_other(two, device, tmp_path):
-    """The checkpoint stays the latest: it is not taken for a corrupt one."""
-    run = Run(STAGE, tmp_path, device, *NEVER, processes=two)
-    run.stop(3, "SIGTERM")
-    before = run.files()
-    reads_shards = functools.partial(signalled_at_file, "open", "*.distcp", ranks=["1"])
-    done = run.run(code=None, prepare=reads_shards)
-    assert exit_codes(done) == [1, -signal.SIGKILL]
-    assert "skipping" not in done.stdout
-    assert run.files() == before
+    assert names(run.checkpoint_dir) == {".lock", "step-000000016", "step-000000020"}
 
 
 # ---- one rank of two -----------------------------------------------------------------
@@ -243,7 +191,8 @@ def test_rank_1_alone_cannot_write(trained, two, device, tmp_path, fault):
     prepare = functools.partial(no_large_files, 100_000, ranks=["1"])
     rank_0, rank_1 = run.run(prepare=prepare).ranks
     fault.assert_seen(rank_0.stdout)
-    pattern = r"^step (\d+): checkpoint not written \(rank 1: .+\)$"
+    why = "rank 1: not all of it could be written; is the disk full[?]"
+    pattern = rf"^step (\d+): checkpoint not written \({why}\)$"
     failed = re.findall(pattern, rank_0.stdout, re.M)
     assert failed == ["8", "10", "12", "16", "20"]
     assert not rank_1.stdout
@@ -266,7 +215,7 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(
     run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
     run.stop(7, "SIGTERM")
     latest, older = run.paths()
-    truncated(latest / "__1_0.distcp")
+    os.truncate(latest / "__1_0.distcp", 1000)
     shutil.copytree(run.checkpoint_dir, tmp_path / "kept")
     done = run.run()
     fault.assert_seen(done.stdout)
@@ -278,7 +227,7 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(
     run.assert_no_step_is_lost_or_doubled()
     shutil.rmtree(run.checkpoint_dir)
     shutil.move(tmp_path / "kept", run.checkpoint_dir)
-    truncated(older / "__0_0.distcp")
+    os.truncate(older / SHARD, 1000)
     before = run.files()
     for one in run.run(code=2).ranks:
         named = f"--checkpoint-dir: no checkpoint in {run.checkpoint_dir} can be read"
@@ -306,11 +255,11 @@ def test_a_kill_while_a_thread_saves(tmp_path):
     saved = tmp_path / "saved"
     all_flags = [*flags, "--checkpoint-dir", saved]
     torchrun(tmp_path, "demos/killed_in_the_thread.py", *all_flags, code=1)
-    checkpoints = {"step-000000006", "step-000000011"}
+    checkpoints = {".lock", "step-000000006", "step-000000011"}
     assert names(saved) == {*checkpoints, ".step-000000012.tmp"}
     program, out = "demos/asynchronous_saves.py", ("--out-dir", tmp_path / "resumed")
     assert resumed_from(torchrun(tmp_path, program, *all_flags, *out).stdout) == [11]
-    assert names(saved) == {"step-000000018", "step-000000022"}
+    assert names(saved) == {".lock", "step-000000018", "step-000000022"}
     torchrun(tmp_path, "train.py", *flags, "--out-dir", tmp_path / "whole")
     last = [tmp_path / run / "last.pt" for run in ("resumed", "whole")]
     assert max_abs_diff(*last) == 0

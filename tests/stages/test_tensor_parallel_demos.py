@@ -1,7 +1,8 @@
-"""`copies_that_differ` of stage 14's what_goes_wrong.ipynb finds what it should.
+"""Lines to paste from stage 14's notebooks do what these say.
 
-Its mistakes assert what they show, and the notebook runs them. That the first lines of
-the stage's notebook train as one process does is tested here, too.
+`copies_that_differ` finds copies that differ, with the imports that what_goes_wrong
+names; the first lines of the three notebooks train as one process does. The mistakes
+assert what they show, and the notebook runs them.
 """
 
 import gc
@@ -14,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import distribute_module
 
 from harness import commands
 from harness.stages import ROOT
@@ -47,32 +46,6 @@ def call_in_tp_groups(function, folder, groups=1):
     commands.call_in_forks(be_a_rank, arguments)
 
 
-def move_copies_apart(mesh):
-    from mistakes import copies_that_differ
-    from mistakes import make
-    from mistakes import shard
-    from mistakes import split
-
-    model = shard(split(make(), mesh), mesh)
-    assert copies_that_differ(model, mesh) == {}
-    short = make()
-    assert copies_that_differ(short, mesh) == {}
-    rank = mesh["tp"].get_local_rank()
-    with torch.no_grad():
-        for each in (model, short):
-            weight = each.norm.bias
-            weight = weight.to_local() if isinstance(weight, DTensor) else weight
-            weight[3] += 0.5 * rank
-        model.head.weight.to_local().add_(rank)  # not a copy: it is split
-    assert copies_that_differ(model, mesh) == {"norm.bias": 0.5}
-    assert copies_that_differ(short, mesh) == {"norm.bias": 0.5}
-
-
-def test_copies_that_differ_are_found(tmp_path):
-    """Those of weights on the mesh, and of plain ones; what is split has no copies."""
-    call_in_tp_groups(move_copies_apart, tmp_path)
-
-
 def copied_function():
     """Return `copies_that_differ`, made from what the notebook shows of it alone."""
     (imports,) = re.findall(r"```python\n(import torch\n.*?)```", MARKDOWN, re.DOTALL)
@@ -83,52 +56,26 @@ def copied_function():
     return found["copies_that_differ"]
 
 
-def use_the_copied_function(mesh):
+def move_copies_apart(mesh):
     from mistakes import make
+    from mistakes import shard
     from mistakes import split
 
-    model, copied = split(make(), mesh), copied_function()
-    assert copied(model, mesh) == {}
-    with torch.no_grad():
-        model.norm.bias.to_local().add_(mesh["tp"].get_local_rank())
-    assert copied(model, mesh) == {"norm.bias": 1}
+    copies_that_differ, rank = copied_function(), mesh["tp"].get_local_rank()
+    for model in (shard(split(make(), mesh), mesh), make()):
+        assert copies_that_differ(model, mesh) == {}
+        with torch.no_grad():
+            weight = model.norm.bias
+            weight = weight.to_local() if isinstance(weight, DTensor) else weight
+            weight[3] += 0.5 * rank
+            if isinstance(model.head.weight, DTensor):
+                model.head.weight.to_local().add_(rank)  # not a copy: it is split
+        assert copies_that_differ(model, mesh) == {"norm.bias": 0.5}
 
 
-def test_the_function_runs_when_it_is_copied(tmp_path):
-    """With the imports that the notebook names, and nothing else of the demo."""
-    call_in_tp_groups(use_the_copied_function, tmp_path)
-
-
-def spoil_one_copy(mesh):
-    from mistakes import copies_that_differ
-
-    norm = nn.LayerNorm(4)
-    norm.weight.data[2] = math.nan if mesh["tp"].get_local_rank() == 1 else 1
-    found = copies_that_differ(norm, mesh)
-    assert found.keys() == {"weight"} and math.isnan(found["weight"])
-
-
-def test_a_copy_that_is_nan_is_found(tmp_path):
-    call_in_tp_groups(spoil_one_copy, tmp_path)
-
-
-def have_an_empty_shard(mesh):
-    from mistakes import copies_that_differ
-
-    norm = nn.LayerNorm(1)
-    distribute_module(norm, mesh["tp"])
-    fully_shard(norm, mesh=mesh["dp"])
-    rows = 1 - mesh["dp"].get_local_rank()  # one for two ranks
-    assert len(norm.weight.to_local()) == rows
-    assert copies_that_differ(norm, mesh) == {}
-    with torch.no_grad():
-        norm.weight.to_local().add_(mesh["tp"].get_local_rank())
-    assert copies_that_differ(norm, mesh) == ({"weight": 1} if rows else {})
-
-
-def test_a_rank_may_have_nothing_of_a_copy(tmp_path):
-    """Of a weight with fewer rows than a dp group has ranks."""
-    call_in_tp_groups(have_an_empty_shard, tmp_path, groups=2)
+def test_copies_that_differ_are_found(tmp_path):
+    """Those of weights on the mesh, and of plain ones; what is split has no copies."""
+    call_in_tp_groups(move_copies_apart, tmp_path)
 
 
 # ---- lines to paste ------------------------------------------------------------------
