@@ -1,7 +1,5 @@
 """The pictures in this stage's notebooks. Only given numbers are measured."""
 
-import math
-
 import matplotlib.pyplot as plt
 
 from nbtools.drawing import COLORS
@@ -185,63 +183,6 @@ def three_against_four_batches():
 
 @picture
 @readable
-def running_means_of_two_ranks():
-    """Draw batch norm's running mean on two ranks, over two steps under DDP."""
-    _, axis = plt.subplots(figsize=(10, 3))
-    for rank, color, values in (
-        (0, "tab:blue", (0, 0, 0.5, 0.5, 0.75)),
-        (1, "tab:orange", (0, 0, 5.5, 0.5, 5.75)),
-    ):
-        places = [place + 0.05 * rank for place in range(5)]  # beside each other
-        axis.vlines(places, 0, values, color=color, lw=2)
-        axis.plot(places, values, "o", color=color, ms=9)
-        axis.text(4.15, values[-1], f"rank {rank}", color=color, va="center")
-    arrow(axis, (2.15, 5.4), (2.95, 0.8), "tab:red")
-    axis.text(2.7, 3.4, "DDP copies\nrank 0's", color="tab:red")
-    axis.set(xlim=(-0.3, 4.7), ylim=(-0.6, 6.6), ylabel="running mean")
-    begins = "forward\nbegins"
-    labels = ["made", begins, "step 1\ndone", begins, "step 2\ndone"]
-    axis.set_xticks(range(5), labels)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-@picture
-@readable
-def fails_ends_is_noticed():
-    """Draw when two ranks raise, end, and are noticed by torchrun, in two runs."""
-    _, axes = plt.subplots(2, 1, figsize=(10, 4.6), sharex=True)
-    for axis, slow in zip(axes, (0, 1), strict=True):
-        ends = {rank: 8.5 if rank == slow else 4 for rank in (0, 1)}
-        for rank, raises in ((1, 1.5), (0, 2)):
-            y, end = 1 - rank, min(ends.values()) + 1.2 if rank == slow else ends[rank]
-            axis.barh(y, raises, 0.45, 0, color="tab:green", alpha=0.45)
-            axis.barh(y, end - raises, 0.45, raises, color="tab:gray", alpha=0.35)
-            name = "IndexError" if rank == 1 else "connection error"
-            axis.text(raises + 0.2, y, name, va="center")
-            axis.plot(raises, y, "x", color="tab:red", ms=10, mew=3)
-            if rank == slow:
-                axis.text(end + 0.1, y, "ended by torchrun", va="center")
-            else:
-                axis.plot(end, y, "s", color="black", ms=9)
-                text = "ends: torchrun notices it first"
-                axis.text(end + 0.2, y, text, va="center", weight="bold")
-        axis.set(xlim=(0, 8.5), ylim=(-0.5, 1.5), xticks=[])
-        axis.set_yticks((0, 1), ("rank 1", "rank 0"))
-        title = "rank 0 takes longest to end" if slow == 0 else "--slow-rank 1"
-        axis.set_title(title, loc="left", size=12)
-        axis.spines[["top", "right"]].set_visible(False)
-    for color, alpha, label in (
-        ("tab:green", 0.45, "runs"),
-        ("tab:gray", 0.35, "is ending"),
-    ):
-        axes[0].barh(0, 0, color=color, alpha=alpha, label=label)
-    axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    axes[1].set_xlabel("time (drawn, not measured); x: the rank raises")
-    plt.tight_layout()
-
-
-@picture
-@readable
 def losses_by_batch(batches, losses, small):
     """Draw the loss of each rule by the global batch, with the range over the seeds.
 
@@ -262,25 +203,4 @@ def losses_by_batch(batches, losses, small):
     axis.set_xticks(batches, labels=batches)
     axis.xaxis.set_minor_locator(plt.NullLocator())
     axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-@picture
-@readable
-def cosine_cut_off(k=4):
-    """Draw the learning rate of a run on k times as many GPUs, built in two ways."""
-    _, axis = plt.subplots(figsize=(10, 2.8))
-    whole = [0.5 * (1 + math.cos(math.pi * x / 100)) for x in range(101)]
-    cut = [0.5 * (1 + math.cos(math.pi * x / 100 / k)) for x in range(101)]
-    axis.plot(whole, color="tab:green", lw=2)
-    axis.plot(cut, color="tab:red", lw=2)
-    text = "built for the old number of steps"
-    axis.text(99, 1.0, text, color="tab:red", ha="right", va="bottom", size=12)
-    text = "built for len(train_loader) steps"
-    axis.text(48, 0.62, text, color="tab:green", ha="left", size=12)
-    axis.set(xlim=(0, 100), ylim=(0, 1.15), yticks=(0, 1), xticks=(0, 100))
-    first, last = axis.set_xticklabels(("first step", f"last step, on {k} GPUs"))
-    first.set_ha("left")
-    last.set_ha("right")  # otherwise it hangs over the edge
-    axis.set_ylabel("lr / peak")
     axis.spines[["top", "right"]].set_visible(False)

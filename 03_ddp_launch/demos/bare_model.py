@@ -41,6 +41,7 @@ for way in ("wrapped(images)", "model(images)", "wrapped.module(images)"):
         losses, differences = zip(*results, strict=True)
         print(f"{way:22} losses", *(f"{loss:.2f}" for loss in losses), end="  ")
         print(f"the ranks' weights differ by {max(differences):.1e}", flush=True)
+        assert (max(differences) == 0) == (way == "wrapped(images)")
 del wrapped, ways
 gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -30,6 +30,7 @@ for step in (1, 2):
     images = torch.tensor([[0.0], [2.0]]) + 10 * rank  # rank 0: mean 1, rank 1: mean 11
     wrapped(images).sum().backward()
     show(f"after step {step}")
+assert norm.running_mean.item() == (5.75 if rank else 0.75)  # rank 1's begins as 0.5
 del wrapped
 gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -4,34 +4,29 @@ torchrun --standalone --nproc-per-node=2 03_ddp_launch/demos/join.py
 """
 
 import gc
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-class AllReduces(TorchDispatchMode):
-    """Inside `with`, count the all-reduces."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "allreduce" in str(function)
-        return function(*args, **(kwargs or {}))
+from harness.counting import Collectives
 
 
 def train(wrapped, steps):
     """Take steps of 0.1; return each one's gradient, and the all-reduces per step."""
     gradients = []
-    with AllReduces() as seen:
+    with Collectives() as collectives:
         for _ in range(steps):
             wrapped.zero_grad()
             wrapped(torch.ones(1, 1)).sum().backward()
             gradients.append(wrapped.module.weight.grad.item())
             wrapped.module.weight.data -= 0.1 * wrapped.module.weight.grad
-    return gradients, seen.count / steps
+    return gradients, collectives.total()["all_reduce"]["calls"] / steps
 
 
 dist.init_process_group("gloo")

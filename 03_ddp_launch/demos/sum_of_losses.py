@@ -34,6 +34,8 @@ found = {
 if rank == 0:
     for name, value in found.items():
         print(f"{name:22} gradient {value:4.1f}", flush=True)
+    assert found["mean, DDP"] == found["mean, one process"]
+    assert found["sum, DDP"] == found["sum, one process"] / world_size
 del wrapped
 gc.collect()  # on gloo, a DDP object still alive can abort the process at exit
 dist.destroy_process_group()

@@ -3,11 +3,17 @@
 python 03_ddp_launch/demos/unused_parameter.py
 """
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.counting import Collectives
 
 
 class Net(nn.Module):
@@ -19,24 +25,12 @@ class Net(nn.Module):
         return self.head(images)  # and never self.spare
 
 
-class AllReduces(TorchDispatchMode):
-    """Inside `with`, note how many bytes each all-reduce is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "allreduce" in str(function):
-            self.sizes += [tensor.nbytes for tensor in args[0]]
-        return function(*args, **(kwargs or {}))
-
-
 def step(wrapped):
     """Go forward and backward; return what that exchanged."""
-    with AllReduces() as seen:
+    with Collectives() as collectives:
         wrapped(torch.ones(2, 8)).sum().backward()
-    return f"{len(seen.sizes)} all-reduces, {sum(seen.sizes)} bytes"
+    sizes = [size for name, _, size, _ in collectives.seen if name == "all_reduce"]
+    return f"{len(sizes)} all-reduces, {sum(sizes)} bytes"
 
 
 # A group of one process makes the same calls as a larger one.

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 
 def save_and_end(*_):
@@ -43,5 +42,4 @@ if __name__ == "__main__":
     else:
         import torch.multiprocessing as mp
 
-        with TemporaryDirectory(prefix="rendezvous-", dir=folder):
-            mp.spawn(worker, (folder,), nprocs=2)
+        mp.spawn(worker, (folder,), nprocs=2)

@@ -60,8 +60,7 @@ def stop(how, launcher):
         ends = wait_for(lambda: texts(folder, "*.end"), 200)
         parent.wait(200)
         assert started and ends, f"{how}, {launcher}: the ranks did not start or end"
-        left = "; a folder is left" if any(folder.glob("rendezvous-*")) else ""
-    return f"{how:8} {launcher}: the ranks {' or '.join(sorted(set(ends)))}{left}"
+    return f"{how:8} {launcher}: the ranks {' or '.join(sorted(set(ends)))}"
 
 
 def main():

@@ -19,7 +19,7 @@ TRAIN_SET, _ = data.load("digits")
 
 
 class Run:
-    """A model, and what belongs to its training.
+    """A model, an optimizer and a scaler.
 
     scale: the loss scale to begin with; growth_interval: after so many steps without an
     overflow the scaler doubles it; adamw: train with AdamW and not with SGD.
@@ -31,9 +31,6 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
         if adamw:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.003)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: 1 - step / 60
-        )
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=scale, growth_interval=growth_interval
         )
@@ -48,28 +45,24 @@ class Run:
 
 
 def correct(loss, run):
-    """What comes after the forward pass, as stage 05's script does it, with a limit."""
+    """What comes after the forward pass, as it should be."""
     run.scaler.scale(loss).backward()
     run.scaler.unscale_(run.optimizer)
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-    scale = run.scaler.get_scale()
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    if run.scaler.get_scale() >= scale:
-        run.scheduler.step()
 
 
 def take_steps(number, finish, run):
-    """Take steps; return the losses, loss scales and learning rates of each.
+    """Take steps; return the losses and the loss scales of each.
 
     finish(loss, run): what comes after the forward pass.
     """
-    losses, scales, rates = [], [], []
+    losses, scales = [], []
     for step in range(number):
         loss = run.loss(step)
         losses.append(loss.item())
         scales.append(run.scaler.get_scale())
-        rates.append(run.scheduler.get_last_lr()[0])
         run.optimizer.zero_grad()
         finish(loss, run)
-    return losses, scales, rates
+    return losses, scales
