@@ -301,7 +301,7 @@ def run_yours(args, report):
     programs = [
         [*launch[:2], f"--nproc-per-node={gpus}", "check_cluster.py"],
         [*launch, "after.py"],
-        [*launch, "fsdp.py"],
+        [*launch, "fsdp_resumable.py"],
         ["python", "hugging_face/make_model.py", "llama"],
         ["python", "hugging_face/before.py", "llama"],
         [*launch, "hugging_face/fsdp.py", "llama", "--bf16"],
@@ -330,7 +330,7 @@ PROGRAMS = (
     ["--no-python", "bash", "-c", CHECK],
     ["after.py"],
     ["ddp.py"],
-    ["fsdp.py"],
+    ["fsdp_resumable.py"],
     ["hugging_face/fsdp.py", "llama", "--bf16"],
     ["hugging_face/lora.py", "llama"],
 )
