@@ -1,6 +1,6 @@
-"""Fine-tunes with Accelerate what your_own_script/hugging_face/fsdp.py fine-tunes.
+"""Fine-tunes with Accelerate what your_own_script/hugging_face/fine_tune.py fine-tunes.
 
-README.md shows which line of fsdp.py became which, and what else
+README.md shows which line of fine_tune.py became which, and what else
 Accelerate does. On GPUs it shards the model with FSDP2; on CPUs it trains with DDP,
 which shards nothing. The last line says how many modules were sharded.
 
@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
-from fsdp import IGNORED
-from fsdp import collate
-from fsdp import count_labels
-from fsdp import make_dataset
+from fine_tune import IGNORED
+from fine_tune import collate
+from fine_tune import count_labels
+from fine_tune import make_dataset
 from hf_args import parse_args
 
 
@@ -91,7 +91,7 @@ def main():
         ),
         dataloader_config=DataLoaderConfiguration(
             split_batches=True,  # otherwise the batch size is that of one process
-            # Only to compare with fsdp.py: its order of the samples.
+            # Only to compare with fine_tune.py: its order of the samples.
             use_seedable_sampler=True,
             data_seed=1,
         ),

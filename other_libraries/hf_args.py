@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def parse_args(description, least_processes=1):
-    """Return the flags, which are some of fsdp.py's, and `processes`: their number.
+    """Return the flags, which are some of fine_tune.py's, and `processes`, how many.
 
     Ends the program with one line on standard error and exit code 2 if a flag is wrong,
     or if it was not started by torchrun with at least so many processes.

@@ -1,8 +1,8 @@
-"""Fine-tunes what your_own_script/hugging_face/fsdp.py does, sharded by transformers.
+"""Fine-tunes what hugging_face/fine_tune.py does, sharded by transformers.
 
 `from_pretrained(distributed_config=...)` loads the model and shards it with FSDP2, on
-CPUs, too; from there on, everything is as in fsdp.py. README.md shows
-which line of fsdp.py became which. The last line says how many modules were sharded.
+CPUs, too; from there on, everything is as in fine_tune.py. README.md shows
+which line of it became which. The last line says how many modules were sharded.
 
 $ python your_own_script/hugging_face/make_model.py llama --out runs/llama
 $ torchrun --standalone --nproc-per-node=2 other_libraries/hf_distributed_config.py \
@@ -29,10 +29,10 @@ from transformers.distributed import DistributedConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
-from fsdp import collate
-from fsdp import evaluate
-from fsdp import make_dataset
-from fsdp import train_one_epoch
+from fine_tune import collate
+from fine_tune import evaluate
+from fine_tune import make_dataset
+from fine_tune import train_one_epoch
 from hf_args import parse_args
 
 

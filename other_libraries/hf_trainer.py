@@ -1,6 +1,6 @@
-"""Fine-tunes with the Trainer what your_own_script/hugging_face/fsdp.py fine-tunes.
+"""Fine-tunes with the Trainer what hugging_face/fine_tune.py fine-tunes.
 
-README.md shows which line of fsdp.py became which, and what else the
+README.md shows which line of fine_tune.py became which, and what else the
 Trainer does. On GPUs it shards the model with FSDP2; on CPUs it trains with DDP, which
 shards nothing. The last line says how many modules were sharded.
 
@@ -30,8 +30,8 @@ from transformers import TrainingArguments
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "your_own_script/hugging_face"))
 
-from fsdp import IGNORED
-from fsdp import make_dataset
+from fine_tune import IGNORED
+from fine_tune import make_dataset
 from hf_args import parse_args
 
 
@@ -62,7 +62,7 @@ def main():
         learning_rate=args.lr,
         lr_scheduler_type="constant",  # otherwise it falls to 0
         weight_decay=0.01,  # otherwise 0; this is the default of AdamW in torch
-        data_seed=1,  # only to compare with fsdp.py: its order of the samples
+        data_seed=1,  # only to compare with fine_tune.py: its order of the samples
         logging_strategy="epoch",
         eval_strategy="epoch",
         save_strategy="no",

@@ -303,9 +303,8 @@ def run_yours(args, report):
         [*launch, "after.py"],
         [*launch, "fsdp_resumable.py"],
         ["python", "hugging_face/make_model.py", "llama"],
-        ["python", "hugging_face/before.py", "llama"],
-        [*launch, "hugging_face/fsdp.py", "llama", "--bf16"],
-        [*launch, "hugging_face/lora.py", "llama"],
+        [*launch, "hugging_face/fine_tune.py", "llama", "--bf16"],
+        [*launch, "hugging_face/fine_tune.py", "llama", "--lora-rank=8"],
     ]
     if importlib.util.find_spec("transformers") is None:
         report("missing: transformers, so nothing of hugging_face/ is run")
@@ -331,18 +330,18 @@ PROGRAMS = (
     ["after.py"],
     ["ddp.py"],
     ["fsdp_resumable.py"],
-    ["hugging_face/fsdp.py", "llama", "--bf16"],
-    ["hugging_face/lora.py", "llama"],
+    ["hugging_face/fine_tune.py", "llama", "--bf16"],
 )
 # Beside frozen weights, FSDP2 of torch 2.11 to 2.14 could gather wrong ones.
-LORA = ["hugging_face/lora.py", "llama", "--dtype=float32", "--epochs=2", "--out"]
+LORA = ["hugging_face/fine_tune.py", "llama", "--lora-rank=8", "--epochs=2", "--out"]
 
 
 def report_adapters(folder, report):
     """Report how far the adapters of several ranks are from those of one process."""
-    paths = [Path(folder, name, "adapters.safetensors") for name in ("one", "several")]
+    name = "adapter_model.safetensors"
+    paths = [Path(folder, one, name) for one in ("one", "several")]
     if all(path.exists() for path in paths):
-        from safetensors.torch import load_file  # there, because lora.py wrote them
+        from safetensors.torch import load_file  # there, as fine_tune.py wrote them
 
         one, other = map(load_file, paths)
         away = max((one[name] - other[name]).abs().max().item() for name in one)

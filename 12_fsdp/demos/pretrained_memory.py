@@ -27,7 +27,8 @@ sys.path += [str(ROOT), str(ROOT / "your_own_script/hugging_face")]
 
 from meta_memory import Memory
 
-import fsdp
+import fine_tune
+import sharded
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class Allocated(Memory):
 def every_rank_reads(folder, mesh):
     """Read the whole model on all ranks; each keeps its shards."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    fsdp.shard_model(model, mesh, bf16=False)
+    sharded.shard_model(model, mesh, bf16=False)
     return model
 
 
@@ -61,7 +62,7 @@ def rank_0_reads(folder, mesh):
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fsdp.shard_model(model, mesh, bf16=False)
+    sharded.shard_model(model, mesh, bf16=False)
     model.to_empty(device="cpu")  # "cuda" on GPUs; only the shards
     model.initialize_weights()  # for what is not in the files
     whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -70,9 +71,10 @@ def rank_0_reads(folder, mesh):
 
 
 def each_reads_its_slices(folder, mesh):
-    """Do what fsdp.py does."""
+    """Do what fine_tune.py does."""
     args = types.SimpleNamespace(model=folder, dtype="float32", bf16=False)
-    return fsdp.load_model(args, CPU, mesh)
+    args.lora_rank = args.rank_0_reads = 0
+    return fine_tune.load_model(args, CPU, mesh)
 
 
 def transformers_shards(folder, mesh):

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "your_own_script/hugging_face"))
 
-from before import collate
-from before import make_dataset
+from fine_tune import collate
+from fine_tune import make_dataset
 from make_model import make_config
 
 IGNORED = -100  # the label of a position without a loss

@@ -16,17 +16,18 @@ from torch.utils.data import DataLoader
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "your_own_script/hugging_face")]
 
-import fsdp
+import fine_tune
 
 CPU = torch.device("cpu")
 CASES = (("float32", False), ("bfloat16", False), ("bfloat16", True))
 
 
 def load(folder, dtype, policy):
-    """Return the sharded model of a folder, loaded as fsdp.py does."""
+    """Return the sharded model of a folder, loaded as fine_tune.py does."""
     args = types.SimpleNamespace(model=folder, dtype=dtype, bf16=policy)
+    args.lora_rank = args.rank_0_reads = 0
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return fsdp.load_model(args, CPU, mesh)
+    return fine_tune.load_model(args, CPU, mesh)
 
 
 def main(folder):
@@ -46,12 +47,12 @@ def main(folder):
 def train(model, policy, lr):
     """Take five optimizer steps, of eight sequences each."""
     args = types.SimpleNamespace(bf16=policy)
-    mine = fsdp.make_dataset(40, seed=1)[dist.get_rank() :: dist.get_world_size()]
+    mine = fine_tune.make_dataset(40, seed=1)[dist.get_rank() :: dist.get_world_size()]
     size = 8 // dist.get_world_size()
-    loader = DataLoader(mine, batch_size=size, collate_fn=fsdp.collate)
+    loader = DataLoader(mine, batch_size=size, collate_fn=fine_tune.collate)
     # Otherwise weights change that have no gradient.
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0)
-    fsdp.train_one_epoch(args, model, loader, optimizer, CPU)
+    fine_tune.train_one_epoch(args, model, loader, optimizer, CPU)
 
 
 def share_changed(before, model):

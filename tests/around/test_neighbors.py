@@ -26,7 +26,7 @@ STAGE = first_with("ddp")
 ACCELERATE, FABRIC = "accelerate_train.py", "fabric_train.py"
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning-fabric"}
 STAGE_03 = ("stage 03", ROOT / STAGE / "train.py")
-FSDP = ("fsdp.py", ROOT / "your_own_script/hugging_face/fsdp.py")
+FSDP = ("fine_tune.py", ROOT / "your_own_script/hugging_face/fine_tune.py")
 # {program: (heading of its table's left column, file whose lines that column shows)}
 TABLES = {
     ACCELERATE: STAGE_03,
