@@ -142,13 +142,6 @@ def test_rank_0_cannot_be_joined(tmp_path):
     assert f"rank 0 ({HOST}): cannot join rank 0 at MASTER_ADDR=" in done.stderr
 
 
-def test_two_processes_with_the_same_rank(tmp_path):
-    variables = {2: {"RANK": 1, "LOCAL_RANK": 1}}
-    done = run_ranks(tmp_path, 3, SHORT, variables=variables)
-    assert problems(done[0]) == ["ranks: rank 2: did not arrive within 20 s"]
-    assert "another process is rank 1, too" in done[1].stderr + done[2].stderr
-
-
 # ---- versions, devices and folders ---------------------------------------------------
 @pytest.mark.parametrize(
     "hosts, change, what",

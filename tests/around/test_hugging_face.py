@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModel
 from transformers import AutoModelForCausalLM
@@ -178,17 +176,6 @@ def test_a_run_killed_while_it_saves_is_resumed(
     assert names == [".metadata", *shards]
 
 
-@pytest.mark.release
-def test_a_resumed_run_has_the_learning_rate_that_is_asked_for(tmp_path):
-    """Not that of the checkpoint: with next to none, the weights stay as they are."""
-    words = command(FINE_TUNE, 2, pretrained("llama"), SAVE)
-    run([*words, "--epochs=1"], tmp_path)
-    first = saved(tmp_path)
-    done = run([*words, "--epochs=2", "--lr=1e-12"], tmp_path)
-    assert "resumed from" in done.stdout
-    assert max_abs_diff(saved(tmp_path), first) < 1e-6
-
-
 # ---- adapters ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "kind, processes",
@@ -310,17 +297,6 @@ def test_it_trains_on_conversations(tmp_path):
     assert losses(screen)[-1] < losses(screen)[0]
 
 
-def test_evaluation_takes_a_micro_batch_at_a_time(monkeypatch):
-    """Otherwise it needs more memory than training, and fails after an epoch of it."""
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
-    args = SimpleNamespace(batch_size=24, micro_batches=3, data=None)
-    training, evaluation = load_program(FINE_TUNE).make_loaders(None, args)
-    ((_, labels),) = next(iter(evaluation))
-    assert [len(labels) for _, labels in next(iter(training))] == [4] * 3
-    assert len(labels) == 4
-
-
 # ---- make_model.py and its check -----------------------------------------------------
 def test_a_small_model_of_a_folder_is_checked(tmp_path):
     """It is loaded as by from_pretrained; a buffer that was not computed is named."""
@@ -372,6 +348,7 @@ def spoil(what, llama, folder):
         ("--batch-size=10", r".* must be divisible by .* \(4\)"),
         ("--batch-size=512", ".* more than the 505 .*"),
         ("--data=a.jsonl", "--data and --val-data go together"),
+        (f"{LORA} --rank-0-reads", "--lora-rank does not go with --rank-0-reads"),
         ("--data=a.jsonl --val-data=a.jsonl", ".*(tokenizer|a.jsonl).*"),
     ],
 )
@@ -384,20 +361,6 @@ def test_bad_input_gets_one_line(what, line, tmp_path):
     done = run(command(FINE_TUNE, 2, folder, *flags), tmp_path, code=2)
     (said,) = {each for rank in done.ranks for each in own_lines(rank.stderr)}
     assert re.fullmatch(f"fine_tune.py: error: {line}", said), said
-
-
-@pytest.mark.parametrize(
-    "words, without, said",
-    [
-        (["python", FINE_TUNE], None, "torchrun --standalone --nproc-per-node"),
-        (command(FINE_TUNE, 1, LORA), "peft", "needs the package peft: pip install"),
-    ],
-)
-def test_it_cannot_start(words, without, said, tmp_path):
-    prepare = functools.partial(spy.without_module, without) if without else None
-    done = run([*words, pretrained("llama")], tmp_path, code=2, prepare=prepare)
-    *_, line = own_lines(done.stderr)
-    assert said in line and "Traceback" not in done.stderr
 
 
 # ---- the page ------------------------------------------------------------------------

@@ -244,17 +244,6 @@ def test_so_many_gpus_are_enough_and_one_less_is_not(capsys, monkeypatch):
         assert (max(memory.together(lines)) <= 0.95 * 24 * 2**30) == fits
 
 
-@pytest.mark.parametrize("bandwidth, hours", [(400, 30), (0.5, 60)])
-def test_a_step_lasts_as_long_as_it_computes_or_sends(
-    bandwidth, hours, capsys, monkeypatch
-):
-    """1,000 tokens take a second, and 1 GB takes two at 0.5 GB/s."""
-    monkeypatch.setattr(memory, "sent", lambda *_: 1e9)
-    words = "--gpus 4 --tokens 1000 --tokens-per-second 1e3 --total-tokens 432e6"
-    said = printed(f"{words} --bandwidth {bandwidth}", capsys, monkeypatch)
-    assert said.startswith(f"at least {hours}.0 hours, {4 * hours}.0 of GPUs; ")
-
-
 WRONG = {
     "--gpus 0": "--gpus 0 has to be above 0",
     "--precision fp8": "--precision: invalid choice: 'fp8'",

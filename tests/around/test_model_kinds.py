@@ -18,7 +18,6 @@ from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-from transformers import AutoModelForImageClassification
 from transformers import AutoModelForImageTextToText
 from transformers import AutoModelForSeq2SeqLM
 
@@ -43,23 +42,12 @@ def tokens(draw, count=12):
     return {"input_ids": torch.randint(8, 64, (1, count), generator=draw)}
 
 
-def image(draw):
-    return {"pixel_values": torch.randn(1, 3, 16, 16, generator=draw)}
-
-
 def image_and_text(draw):
     """Return four tokens of an image of 16 x 16 pixels, and text after them."""
     found = tokens(draw)
     found["input_ids"][:, 1:5] = IMAGE
-    return found | image(draw)
-
-
-def image_of_qwen(draw):
-    found = tokens(draw)
-    found["input_ids"][:, 1:6] = torch.tensor([6, *[IMAGE] * 4])
-    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=draw)
-    grid = torch.tensor([[1, 4, 4]])
-    return {**found, "pixel_values": pixels, "image_grid_thw": grid}
+    pixels = torch.randn(1, 3, 16, 16, generator=draw)
+    return {**found, "pixel_values": pixels}
 
 
 def text_to_text(draw):
@@ -90,27 +78,10 @@ def llava():
     return transformers.LlavaConfig(**parts, image_token_index=IMAGE)
 
 
-def qwen_vl():
-    vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
-    vision |= {"out_hidden_size": 32, "patch_size": 4, "fullatt_block_indexes": [1]}
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    return transformers.Qwen2_5_VLConfig(
-        vision_config=vision | {"window_size": 16},
-        text_config=TEXT | {"num_hidden_layers": 3, "rope_parameters": rope},
-        image_token_id=IMAGE,
-        vision_start_token_id=6,
-    )
-
-
 def falcon_h1():
     h1 = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
     h1 |= {"mamba_d_state": 8, "mamba_chunk_size": 4, "head_dim": 8}
     return transformers.FalconH1Config(**TEXT, **h1)
-
-
-def t5():
-    sizes = {"dropout_rate": 0.0, "decoder_start_token_id": 2}
-    return small("T5", **sizes)
 
 
 def layers_of_text(model):
@@ -133,15 +104,11 @@ KINDS = {
     "llava": lambda: Kind(
         llava(), AutoModelForImageTextToText, image_and_text, layers_of_text, True
     ),
-    "qwen2_5_vl": lambda: Kind(
-        qwen_vl(), AutoModelForImageTextToText, image_of_qwen, from_rank_0=True
-    ),
-    "t5": lambda: Kind(t5(), AutoModelForSeq2SeqLM, text_to_text, both_stacks),
-    "vit": lambda: Kind(
-        transformers.ViTConfig(**VISION),
-        AutoModelForImageClassification,
-        image,
-        from_rank_0=True,
+    "t5": lambda: Kind(
+        small("T5", dropout_rate=0.0, decoder_start_token_id=2),
+        AutoModelForSeq2SeqLM,
+        text_to_text,
+        both_stacks,
     ),
 }
 ON_PUSH = ("falcon_h1", "llava")

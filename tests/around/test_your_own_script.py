@@ -222,22 +222,6 @@ def test_one_line_names_a_damaged_checkpoint(tmp_path):
         assert line == f"{says} before"
 
 
-def test_after_a_backward_pass_a_new_optimizer_gets_no_state():
-    """Row 14 of ddp_to_fsdp2.md: then nothing of it is loaded, without an error."""
-    commands.call_in_forks(be_a_rank_with_a_gradient, [()])
-
-
-def be_a_rank_with_a_gradient():
-    get_state = torch.distributed.checkpoint.state_dict.get_state_dict
-    for backward in (False, True):
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        if backward:
-            model(torch.ones(2)).sum().backward()
-        _, state = get_state(model, optimizer)
-        assert bool(state["state"]) != backward
-
-
 # ---- the diffs and imports -----------------------------------------------------------
 @pytest.mark.parametrize(
     "script", [BEFORE, AFTER, DDP, FSDP], ids=lambda path: path.name

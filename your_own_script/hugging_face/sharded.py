@@ -242,4 +242,4 @@ def save_model(model, weights, folder):
     models, such as Qwen2.5-VL, would have other names in the file than in the download.
     """
     dtype = next(iter(weights.values())).dtype
-    make_plain(model, dtype).save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder, state_dict=weights)
