@@ -1,4 +1,4 @@
-"""What tests of your_own_script/hugging_face share."""
+"""What tests of your_own_script/hugging_face and other_libraries/hf_*.py share."""
 
 import functools
 import tempfile
@@ -16,8 +16,10 @@ from tests.training import replace_once
 commands.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
-MODULES = "fsdp", "lora", "sharded"  # a changed copy can be beside a script
-BEFORE, FSDP, LORA = (SCRIPTS / f"{name}.py" for name in ("before", "fsdp", "lora"))
+FINE_TUNE, MAKE_MODEL = SCRIPTS / "fine_tune.py", SCRIPTS / "make_model.py"
+PLAIN = ROOT / "tests/plain_fine_tune.py"
+# A changed copy can be beside a script.
+MODULES = "fine_tune", "sharded"
 
 
 # On some CPUs, bitsandbytes prints this when peft or the Trainer imports it.
@@ -30,8 +32,8 @@ def own_lines(text):
 
 
 def command(script, processes, *arguments):
-    """Return the words that start a script; before.py is not launched."""
-    if script.name == BEFORE.name:
+    """Return the words that start a script; those of one process are not launched."""
+    if script.name in (PLAIN.name, MAKE_MODEL.name):
         return ["python", script, *arguments]
     launch = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
     return [*launch, script, *arguments]
@@ -50,14 +52,16 @@ def run(words, folder, code=0, prepare=None, **options):
 
 
 def train_before(model, flags, samples, folder, *changes):
-    """Train by before.py, in the order of fsdp.py's samples, and in exact float64.
+    """Train in one process, in the order of fine_tune.py's samples, in exact float64.
 
-    samples: of an epoch, whose last batch is dropped; changes: texts of before.py, each
-    of which is there once, and what replaces them. Returns the screen and the weights.
+    samples: of an epoch, whose last batch is dropped; changes: texts of PLAIN, each of
+    which is there once, and what replaces them. Returns the screen and the weights.
     """
     folder.mkdir(exist_ok=True)
-    script = folder / "before.py"
-    replace_once(BEFORE, *changes, target=script)
+    script = folder / PLAIN.name
+    replace_once(PLAIN, *changes, target=script)
+    for name in ("fine_tune.py", "sharded.py"):  # which it imports
+        (folder / name).symlink_to(SCRIPTS / name)
     prepare = functools.partial(spy.exact_norm_and_shuffle, samples)
     done = run(command(script, 1, model, *flags), folder, prepare=prepare)
     return done.stdout, saved(folder)
@@ -65,7 +69,7 @@ def train_before(model, flags, samples, folder, *changes):
 
 def saved(folder):
     """Return the weights that a script has written."""
-    (path,) = (folder / "work").glob("*/*.safetensors")  # in tuned, or in adapters
+    (path,) = (folder / "work").glob("*/*.safetensors")
     return load_file(path)
 
 
@@ -87,5 +91,5 @@ def models():
 def pretrained(kind):
     """Return the folder of a small random model of this kind, by make_model.py."""
     folder = Path(models().name, kind)
-    run(["python", SCRIPTS / "make_model.py", kind], folder)
+    run(command(MAKE_MODEL, 1, kind), folder)
     return folder / "work" / kind

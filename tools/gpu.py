@@ -54,11 +54,10 @@ TORCHRUN = "torchrun --standalone --nproc-per-node="
 YOURS = f"""
 {TORCHRUN}{{all}} check_cluster.py
 {TORCHRUN}{{few}} after.py
-{TORCHRUN}{{few}} fsdp.py
+{TORCHRUN}{{few}} fsdp_resumable.py
 python hugging_face/make_model.py llama
-python hugging_face/before.py llama
-{TORCHRUN}{{few}} hugging_face/fsdp.py llama --bf16
-{TORCHRUN}{{few}} hugging_face/lora.py llama
+{TORCHRUN}{{few}} hugging_face/fine_tune.py llama --bf16
+{TORCHRUN}{{few}} hugging_face/fine_tune.py llama --lora-rank=8
 """
 BASE, AMP = first_with("images"), first_with("amp")
 LARGE = "--arch resnet50 --image-size 224 --batch-size 256 --workers 4"
@@ -75,7 +74,7 @@ BENCHMARK = f"""
 NCCL = [
     f"{ROOT}/06_slurm/demos/smoke_test.py",
     "--no-python bash -c 'SLURMD_NODENAME=machine$RANK python check_cluster.py'",
-    *("after.py", "ddp.py", "fsdp.py"),
+    *("after.py", "ddp.py", "fsdp_resumable.py"),
 ]
 WORDS = ROOT / "06_slurm/demos/nccl_words.py"
 

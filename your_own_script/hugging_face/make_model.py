@@ -3,131 +3,146 @@
 In the place of llama can be a folder with a config.json. The model is then of that
 kind, with fewer and narrower layers. What is written has what a download has, a
 config.json and weights in bfloat16, except that the weights are random and that there
-is no tokenizer.
+is no tokenizer. With --check it is loaded twice, by your fine_tune.py and by
+from_pretrained, and what differs is printed. The exit code is then 1.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 import transformers
+from torch import distributed as dist
 from transformers import AutoConfig
 from transformers import GPT2Config
-from transformers import GPT2LMHeadModel
 from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
+
+import fine_tune
+import sharded
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+KINDS = {
+    "llama": LlamaConfig(num_key_value_heads=8),
+    "llama-tied": LlamaConfig(num_key_value_heads=8, tie_word_embeddings=True),
+    "gpt2": GPT2Config(n_positions=128, **NO_DROPOUT),
+}
+CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
 
 
-def make_config(kind, vocab_size=256, width=64, depth=4):
-    """Return the configuration of a model of a kind in KINDS, without dropout."""
-    tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "gpt2":
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(
-            n_embd=width, n_layer=depth, n_head=4, n_positions=128, **tokens, **dropout
-        )
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=depth,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=kind == "llama-tied",
-        **tokens,
-    )
-
-
-def shrink(folder, vocab_size=256, width=64, depth=4):
-    """Return the configuration of a folder's model, with small sizes.
+def shrink(config, vocab_size=256, width=64, depth=4):
+    """Make the sizes of a configuration small, in place.
 
     A part beside the text, such as a vision tower, keeps its widths, with two layers.
     """
-    config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()  # of a model that has only text, config itself
-    names = "hidden_size d_model moe_intermediate_size"
-    sizes = dict.fromkeys(names.split(), width)
-    names = "intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff"
-    sizes |= dict.fromkeys(names.split(), 2 * width)
-    names = "num_hidden_layers encoder_layers decoder_layers num_layers"
-    sizes |= dict.fromkeys(names.split(), depth)
-    names = "num_attention_heads encoder_attention_heads decoder_attention_heads"
-    sizes |= dict.fromkeys(f"{names} num_key_value_heads num_heads".split(), 4)
-    heads = getattr(text, "num_attention_heads", None)
-    if heads and (getattr(text, "num_key_value_heads", None) or heads) < heads:
-        sizes["num_key_value_heads"] = 2
-    sizes |= {"vocab_size": vocab_size, "head_dim": width // 4, "d_kv": width // 4}
-    if hasattr(text, "qk_rope_head_dim"):  # DeepSeek's head_dim is this
-        del sizes["head_dim"]
-    if hasattr(text, "expand"):  # of a Mamba2: heads * head_dim is this * hidden_size
-        sizes["num_heads"] = 4 * text.expand
-    names = "num_experts num_local_experts n_routed_experts"
-    sizes |= dict.fromkeys(names.split(), 4)
-    sizes |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    # of a Jamba: otherwise none of so few layers has attention
-    sizes |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+    heads = getattr(text, "num_attention_heads", None) or 0
+    fewer = heads > (getattr(text, "num_key_value_heads", None) or heads)
+    layers = "num_hidden_layers encoder_layers decoder_layers num_layers"
+    inner = "intermediate_size encoder_ffn_dim decoder_ffn_dim d_ff"
+    attention = "num_attention_heads encoder_attention_heads decoder_attention_heads"
+    sizes = {
+        "hidden_size d_model moe_intermediate_size": width,
+        inner: 2 * width,
+        layers: depth,
+        f"{attention} num_heads": 4,
+        "num_key_value_heads": 2 if fewer else 4,
+        "vocab_size": vocab_size,
+        "d_kv": width // 4,
+        "num_experts num_local_experts n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group topk_group": 1,
+        "layer_types": (getattr(text, "layer_types", None) or [])[:depth],
+    }
+    if not hasattr(text, "qk_rope_head_dim"):  # a DeepSeek's head_dim is this
+        sizes["head_dim"] = width // 4
     set_sizes(text, sizes)
     for name in config.sub_configs:
-        part = getattr(config, name)
-        if part is not text:
-            sizes = {"num_hidden_layers": 2, "depth": 2, "out_hidden_size": width}
-            set_sizes(part, sizes)
-    if getattr(text, "layer_types", None):  # one for each layer
-        set_sizes(text, {"layer_types": text.layer_types[:depth]})
+        if (part := getattr(config, name)) is not text:
+            set_sizes(part, {"num_hidden_layers depth": 2, "out_hidden_size": width})
     for each in (config, text):
-        names = [name for name in vars(each) if name.endswith("_token_id")]
-        set_sizes(each, dict.fromkeys(names, 0))
+        set_sizes(each, {name: 0 for name in vars(each) if name.endswith("_token_id")})
     return config
 
 
 def set_sizes(config, sizes):
     """Set the entries that a configuration has, unless it computes them."""
-    for name, size in sizes.items():
-        own_name = config.attribute_map.get(name, name)
-        computed = isinstance(getattr(type(config), own_name, None), property)
-        if getattr(config, name, None) is not None and not computed:
-            setattr(config, name, size)
+    for names, size in sizes.items():
+        for name in names.split():
+            own_name = config.attribute_map.get(name, name)
+            computed = isinstance(getattr(type(config), own_name, None), property)
+            if getattr(config, name, None) is not None and not computed:
+                setattr(config, name, size)
 
 
-KINDS = ("llama", "llama-tied", "gpt2")
+def make_config(kind, *sizes):
+    """Return the configuration of one of KINDS, or of a folder's model, made small."""
+    if kind in KINDS:
+        config = AutoConfig.for_model(**KINDS[kind].to_dict())
+        config.architectures = [CLASSES[config.model_type]]
+    else:
+        config = AutoConfig.from_pretrained(kind)
+    return shrink(config, *sizes)
 
 
-def find_class(config):
-    """Return the class that config.json names; ValueError if transformers lacks it."""
-    (name,) = config.architectures or ["none"]
-    if not hasattr(transformers, name):
-        raise ValueError(f"config.json names {name} as the model's class: not known")
-    return getattr(transformers, name)
+def find_differences(model, plain):
+    """Yield a line for each way in which a sharded model differs from a plain one."""
+    ours = {name: weight.full_tensor() for name, weight in model.named_parameters()}
+    ours |= dict(model.named_buffers())
+    kinds = {"weights": plain.named_parameters(), "buffers": plain.named_buffers()}
+    for kind, tensors in kinds.items():
+        names = [n for n, x in tensors if not ours[n].equal(x.to(ours[n].dtype))]
+        if names:
+            yield f"{kind} with other values: {', '.join(names[:3])}"
+
+
+def check(folder):
+    """Yield a line for each difference between what fine_tune.py loads and does not."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    args, device = fine_tune.make_parser().parse_args([folder]), torch.device("cpu")
+    model = fine_tune.load_model(args, device, dist.init_device_mesh("cpu", (1,)))
+    plain_class = type(sharded.make_plain(model, model.dtype))
+    plain = plain_class.from_pretrained(folder, dtype=model.dtype)
+    yield from find_differences(model, plain)
+    inputs, labels = fine_tune.collate(fine_tune.make_dataset(4, seed=2))[0]
+    ours, theirs = (
+        fine_tune.get_loss_sum(args, each.eval(), inputs, labels, device).item()
+        for each in (model, plain)
+    )
+    if not abs(ours - theirs) <= 1e-5 * abs(theirs):  # nan, too
+        yield f"loss {ours:.4f}, with from_pretrained {theirs:.4f}"
+    dist.destroy_process_group()
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", help=f"{', '.join(KINDS)}, or a folder")
-    parser.add_argument("--out", help="the folder to write, by default the kind's name")
-    parser.add_argument("--vocab-size", type=int, default=256)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=4)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # errors are one line
+    add = parser.add_argument
+    add("kind", help=f"{', '.join(KINDS)}, or a folder")
+    add("--out", help="the folder to write; by default KIND, or small")
+    add("--check", action="store_true", help="compare what is loaded")
+    for name, size in (("vocab-size", 256), ("width", 64), ("depth", 4)):
+        add(f"--{name}", type=int, default=size)
     args = parser.parse_args()
-    if args.kind in KINDS:
+    if args.kind not in KINDS and not Path(args.kind, "config.json").exists():
+        parser.error(f"{args.kind} is none of {', '.join(KINDS)}, nor has config.json")
+    out = args.out or (args.kind if args.kind in KINDS else "small")
+    try:
         config = make_config(args.kind, args.vocab_size, args.width, args.depth)
-        gpt2 = args.kind == "gpt2"
-        model_class = GPT2LMHeadModel if gpt2 else LlamaForCausalLM
-    elif not Path(args.kind, "config.json").exists():
-        parser.error(
-            f"{args.kind} is none of {', '.join(KINDS)}, nor a folder with config.json"
-        )
-    elif not args.out:
-        parser.error("name the folder to write: --out small")
-    else:
-        try:
-            config = shrink(args.kind, args.vocab_size, args.width, args.depth)
-            model_class = find_class(config)
-        except ValueError as error:  # for instance a kind that transformers lacks
-            parser.error(str(error).partition("\n")[0])
+        (name,) = config.architectures or ["none"]
+        model_class = getattr(transformers, name)
+    except (ValueError, AttributeError) as error:  # of a kind that transformers lacks
+        parser.error(str(error).partition("\n")[0])
     torch.manual_seed(0)
     model = model_class._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(args.out or args.kind)
-    print(f"{args.out or args.kind}: {model.num_parameters():,} parameters")
+    model.save_pretrained(out)
+    print(f"{out}: {model.num_parameters():,} parameters")
+    if args.check:
+        try:
+            lines = list(check(out))
+        except sharded.ModelError as error:
+            lines = [str(error)]
+        print(*lines or ["loaded as by from_pretrained"], sep="\n")
+        sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

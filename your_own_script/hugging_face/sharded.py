@@ -1,7 +1,7 @@
 """A model of transformers with FSDP2: sharded, loaded, saved, resumed.
 
-fsdp.py trains such a model, and lora.py trains adapters of it: copy this file with
-them. All ranks call these functions, with the same arguments. Folders are Paths.
+fine_tune.py trains such a model: copy this file with it. All ranks call these
+functions, with the same arguments. Folders are Paths.
 """
 
 import shutil
@@ -11,11 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig
@@ -36,22 +32,14 @@ def make_model(folder, auto_class, dtype):
     """
     try:
         config = AutoConfig.from_pretrained(folder)
-    except ValueError as error:  # for instance an unknown architecture
-        raise ModelError(str(error).partition("\n")[0]) from error
-    try:
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        # below it are all classes that there are
+    except ValueError as error:  # for instance an unknown architecture
         raise ModelError(str(error).partition("\n")[0]) from error
     ours, theirs = type(model).__name__, config.architectures or []
     if theirs and ours not in theirs:
-        raise ModelError(
-            f"config.json is of a {' or '.join(theirs)}, not of a {ours}: name its "
-            "class in load_model"
-        )
+        text = f"config.json is of a {' or '.join(theirs)}, not of a {ours}"
+        raise ModelError(f"{text}: name its class in load_model")
     for weight in model.parameters():  # transformers keeps some in float32, as the
         weight.data = weight.data.to(dtype)  # routers' of a DeepSeek: FSDP needs one
     if (folder / "generation_config.json").exists():  # from_config does not read it
@@ -104,14 +92,11 @@ def find_blocks(model):
 def warn_of_others(model, parts):
     """Say so if much of a model is in none of its parts: the root then gathers it."""
     known = {weight for part in parts for weight in part.parameters()}
-    total = sum(weight.numel() for weight in model.parameters())
-    others = total - sum(weight.numel() for weight in known)
+    others = sum(weight.numel() for weight in model.parameters() if weight not in known)
+    total = model.num_parameters()
     if others > 0.1 * total and dist.get_rank() == 0:
-        print(
-            f"{others:,} of {total:,} parameters are in no block, and stay whole during"
-            " the entire step: give shard_model their list of blocks, too",
-            file=sys.stderr,
-        )
+        text = f"{others:,} of {total:,} parameters are in no block, and stay whole"
+        print(f"{text}: give shard_model their list of blocks, too", file=sys.stderr)
 
 
 def allocate(model, device):
@@ -128,12 +113,11 @@ def allocate(model, device):
     model.initialize_weights()
 
 
-def load_weights(model, folder, name_in_files=str):
+def load_weights(model, folder):
     """Load the weights of a folder; each rank reads its own slices of the files.
 
-    name_in_files: a function that returns, for the name of a weight in the model, its
-    name in the files, or None for a weight that is new, which then has no value yet. By
-    default the names are equal. Raises ModelError if a weight is not in the files.
+    Adapters of peft are in no file, and have no value then. Raises ModelError if
+    another weight is not in the files.
     """
     reader = dcp.HuggingFaceStorageReader(folder)
     names = reader.read_metadata().state_dict_metadata
@@ -143,19 +127,16 @@ def load_weights(model, folder, name_in_files=str):
     weights = {}
     # state_dict() reshards first: what is loaded into gathered weights is lost.
     for name, tensor in model.state_dict().items():
-        in_files = name_in_files(name)
-        if in_files is None:
+        if "lora_" in name:
             continue
+        in_files = name.replace(".base_layer", "")  # as peft calls what it adapts
         if in_files not in names:
             in_files = in_files.removeprefix(prefix)
         if in_files in names:
             weights[in_files] = tensor
         elif name in once:  # not the second name of a tied weight, which files lack
-            raise ModelError(
-                f"{name} is not in the files of {folder}. Is the download complete? If "
-                "its names differ, call load_from_rank_0; see README.md, weights that "
-                "are not found"
-            )
+            text = f"{name} is not in the files of {folder}. Is the download complete?"
+            raise ModelError(f"{text} If its names differ: --rank-0-reads")
     dcp.load(weights, storage_reader=reader)  # in place, and converted to their dtype
 
 
@@ -168,14 +149,16 @@ def load_from_rank_0(model, folder, auto_class):
     if dist.get_rank() == 0:
         plain = auto_class.from_pretrained(folder, dtype=model.dtype)
         weights = plain.state_dict()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    options = state_dict.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True
+    )
+    state_dict.set_model_state_dict(model, weights, options=options)
 
 
 # ---- checkpoints ---------------------------------------------------------------------
 # Frozen weights are in the model's files, so a checkpoint does without them. Without
 # strict=False, set_state_dict would miss them.
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+TRAINED = state_dict.StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def select(model, weights, frozen=False):
@@ -190,7 +173,7 @@ def select(model, weights, frozen=False):
 
 def get_training_state(model, optimizer):
     """Return what a checkpoint has: trained weights, buffers, the optimizer's state."""
-    weights, state = get_state_dict(model, optimizer, options=TRAINED)
+    weights, state = state_dict.get_state_dict(model, optimizer, options=TRAINED)
     return {"model": select(model, weights), "optimizer": state}
 
 
@@ -217,7 +200,7 @@ def load_latest(folder, model, optimizer):
     # dcp.load fills the tensors that it is given: get_state_dict makes them.
     state = get_training_state(model, optimizer)
     dcp.load(state, checkpoint_id=found[0])
-    set_state_dict(
+    state_dict.set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
@@ -234,10 +217,12 @@ def gather_weights(model, frozen=True):
 
     On the other ranks the dict is empty. save_pretrained cannot write shards.
     """
-    options = StateDictOptions(
+    options = state_dict.StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
     )
-    return select(model, get_model_state_dict(model, options=options), frozen)
+    return select(
+        model, state_dict.get_model_state_dict(model, options=options), frozen
+    )
 
 
 def make_plain(model, dtype):
@@ -257,4 +242,4 @@ def save_model(model, weights, folder):
     models, such as Qwen2.5-VL, would have other names in the file than in the download.
     """
     dtype = next(iter(weights.values())).dtype
-    make_plain(model, dtype).save_pretrained(folder, state_dict=weights)
+    model.save_pretrained(folder, state_dict=weights)

@@ -1,14 +1,20 @@
-"""Train with FSDP2: torchrun --standalone --nproc-per-node=N fsdp.py"""
+"""Train with FSDP2: torchrun --standalone --nproc-per-node=N fsdp_resumable.py"""
 
 import argparse
 import gc
 import os
+import shutil
+import sys
+from pathlib import Path
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -93,6 +99,45 @@ def evaluate(args, model, loader, device):
     return loss_sum / seen, correct / seen
 
 
+def save_checkpoint(folder, epoch, model, optimizer):
+    """Write a checkpoint after an epoch; all ranks call it, with the same arguments."""
+    path = folder / f"epoch-{epoch:04}"
+    # Renamed when it is complete: otherwise a run that is killed here leaves a folder
+    # that cannot be loaded. Overwriting a checkpoint could leave it half old, half new.
+    unfinished = folder / f".{path.name}.tmp"
+    if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()  # otherwise rank 0 can remove new shards, too
+    weights, state = get_state_dict(model, optimizer)
+    # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        unfinished.rename(path)
+
+
+def load_latest(folder, model, optimizer):
+    """Load the latest checkpoint, of any number of ranks; return its epoch, or 0."""
+    # By the number: as text, epoch-10000 would come before epoch-9999.
+    numbered = [each for each in folder.glob("epoch-*") if each.name[6:].isdecimal()]
+    found = [max(numbered, key=lambda each: int(each.name[6:]), default=None)]
+    # Rank 0's: otherwise the ranks could resume from different epochs.
+    dist.broadcast_object_list(found)
+    if found[0] is None:
+        return 0
+    # dcp.load fills the tensors that it is given. get_state_dict makes those of a new
+    # optimizer, if there was no backward pass yet; with optimizer.state_dict() it would
+    # load none, and not say so.
+    weights, state = get_state_dict(model, optimizer)
+    try:
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
+    except dcp.CheckpointException:  # on all ranks, if one of them cannot read
+        sys.exit(f"{found[0]} cannot be read; remove it to resume from the one before")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    if dist.get_rank() == 0:
+        print(f"resumed from {found[0]}")
+    return int(found[0].name[6:])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
@@ -101,9 +146,13 @@ def main():
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--noise", type=float, default=0.02)
     parser.add_argument("--bf16", action="store_true")
+    # On a disk that all nodes see, with nothing else in it.
+    parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"))
     args = parser.parse_args()
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
+    if args.checkpoint_dir.is_file():  # otherwise it is found after an epoch
+        parser.error(f"--checkpoint-dir: {args.checkpoint_dir} is a file")
     if args.batch_size % world_size:  # otherwise the global batch shrinks silently
         parser.error(f"--batch-size must be divisible by the world size ({world_size})")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,7 +186,9 @@ def main():
     fully_shard(model, **options)  # the root last: it takes the weights that are left
     # After fully_shard: otherwise it updates tensors that the model no longer uses.
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    for epoch in range(1, args.epochs + 1):
+    # The optimizer has to exist already: its state is loaded, too.
+    first = load_latest(args.checkpoint_dir, model, optimizer) + 1
+    for epoch in range(first, args.epochs + 1):
         sampler.set_epoch(epoch)
         # There is no wrapper: the model itself gathers and frees its weights.
         norm = train_one_epoch(args, model, train_loader, optimizer, device)
@@ -145,6 +196,8 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.2%}", end=", ")
             print(f"norm of the last gradient {norm:.4f}")
+        # On all ranks: each has only its shards, and writes only those.
+        save_checkpoint(args.checkpoint_dir, epoch, model, optimizer)
     # On all ranks: each has only a shard, and rank 0 alone would wait for the others.
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
