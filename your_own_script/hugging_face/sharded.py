@@ -241,4 +241,5 @@ def save_model(model, weights, folder):
     FSDP's class has a name of its own, for which transformers knows no conversion: some
     models, such as Qwen2.5-VL, would have other names in the file than in the download.
     """
-    model.save_pretrained(folder, state_dict=weights)
+    dtype = next(iter(weights.values())).dtype
+    make_plain(model, dtype).save_pretrained(folder, state_dict=weights)
