@@ -17,6 +17,7 @@ options, before SCRIPT:
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -41,6 +42,7 @@ from .compare import Trace
 
 # What is called rounding in a file of lower precision; otherwise it is up to 1e-9.
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ORDERLESS = ("sorted", "len", "min", "max", "sum", "any", "all")
 
 
 # ---- the proof by weights ------------------------------------------------------------
@@ -154,9 +156,18 @@ def read_runs(folder, processes):
 
 def uses_sets(files):
     """Return whether a script's files seem to go through a set, or call hash()."""
-    text = "".join(Path(file).read_text(errors="replace") for file in files)
-    text = re.sub(r"\b(sorted|len|min|max|sum)\((set\(|\{)|\bin \{", "", text)
-    return bool(re.search(r"\b(set|frozenset|hash)\(|\{[^{}:'\"]+\bfor\b", text))
+    return any(has_set(ast.parse(Path(file).read_bytes())) for file in files)
+
+
+def has_set(tree):
+    nodes = [*ast.walk(tree)]
+    calls = [x for x in nodes if isinstance(x, ast.Call) and hasattr(x.func, "id")]
+    # the order of these does not matter
+    free = [x for call in calls if call.func.id in ORDERLESS for x in call.args]
+    free += [x for node in nodes for x in getattr(node, "comparators", ())]
+    found = [call for call in calls if call.func.id in ("set", "frozenset", "hash")]
+    found += [x for x in nodes if isinstance(x, (ast.Set, ast.SetComp))]
+    return any(all(x is not other for other in free) for x in found)
 
 
 # ---- the check -----------------------------------------------------------------------

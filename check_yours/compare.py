@@ -367,7 +367,10 @@ def one_process_differs(c):
 
 def first_other_step(one, other):
     pairs = zip(one.steps, other.steps, strict=False) if other else ()
-    return next((s for s, (a, b) in enumerate(pairs) if a.weights != b.weights), None)
+    for s, (a, b) in enumerate(pairs):
+        if unequal(merge([a.weights]), merge([b.weights])):
+            return s
+    return None
 
 
 # ---- the ranks among themselves ------------------------------------------------------

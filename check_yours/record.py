@@ -554,7 +554,7 @@ class Recorder:
     def named(self, optimizer):
         for number, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                yield self.names.get(id(p), f"number {i} of group {number}"), p
+                yield self.names.get(id(p), f"parameter {i} of group {number}"), p
 
     def before_step(self, optimizer, args, kwargs):
         self.stepping += 1
