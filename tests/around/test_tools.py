@@ -1,4 +1,4 @@
-"""`make propagate` carries an edit on; generated pages and pictures are as they would be.
+"""`make propagate` carries an edit on, and the pages that are generated are not stale.
 
 And what README.md says of `make demo`, and CONTRIBUTING.md of `make gpu`.
 """

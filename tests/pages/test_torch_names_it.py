@@ -96,6 +96,13 @@ def float32_beside_frozen_bfloat16(_):
     fully_shard(model)(ONES.bfloat16())
 
 
+class CalledTwice(nn.Linear):
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(super().forward, x, use_reentrant=True)
+        return x
+
+
 # ---- mistakes with files -------------------------------------------------------------
 def load(saved, wanted, folder):
     dcp.save({"state": saved}, checkpoint_id=folder / "saved")
@@ -146,6 +153,9 @@ MISTAKES = {
     ),
     "None of the inputs have requires_grad=True. Gradients will be None": (
         lambda _: checkpoint(layers(), ONES, use_reentrant=True)
+    ),
+    "mark a variable ready only once": lambda _: backward(
+        DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), CalledTwice(4, 4)))
     ),
     # tensor parallelism
     "aten._foreach_norm.Scalar got mixed": lambda _: backward(
