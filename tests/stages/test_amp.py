@@ -23,7 +23,6 @@ from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
 from tests.resume_harness import read_state
-from tests.training import DIGITS
 from tests.training import DOUBLE
 from tests.training import FakeLoader
 from tests.training import call_all
@@ -51,7 +50,7 @@ SAMPLES = 240  # 5 steps an epoch
         (STAGE, "bf16"),
         (STAGE, "fp16"),
         *(
-            only_in_release(*case, unless=case == (ADDING[0], "fp16"))
+            only_in_release(*case)
             for case in itertools.product(ADDING, ("bf16", "fp16"))
         ),
     ],
@@ -166,10 +165,7 @@ def test_the_gradient_is_clipped_after_it_is_unscaled(take_steps):
 
 
 # ---- on one of two processes ---------------------------------------------------------
-DEFAULT = (STAGE, first_with("accumulation"), first_with("signals"))
-each_stage = pytest.mark.parametrize(
-    "stage", [only_in_release(s, unless=s in DEFAULT) for s in with_feature("amp")]
-)
+DEFAULT = (STAGE, first_with("signals"))
 
 
 def fp16_flags(stage, samples, *flags):
@@ -181,7 +177,9 @@ def fp16_flags(stage, samples, *flags):
 
 
 @pytest.mark.parametrize("overflow", [infinite_gradient, nan_logits])
-@each_stage
+@pytest.mark.parametrize(
+    "stage", [only_in_release(s, unless=s in DEFAULT) for s in with_feature("amp")]
+)
 def test_all_ranks_skip_a_step_that_overflows_on_one(
     stage, overflow, two, device, tmp_path
 ):
@@ -215,14 +213,11 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(
         assert state["scaler"]["scale"] == 32768
 
 
-@each_stage
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_first_step_that_overflows_leaves_finite_weights(
-    stage, processes, device, tmp_path
-):
+def test_a_first_step_that_overflows_leaves_finite_weights(processes, device, tmp_path):
     """Fused SGD would go on with momentum that nobody has initialized."""
     skip_without_gpus(processes, device)
-    flags = fp16_flags(stage, SAMPLES, "--epochs", "1", "--device", device)
+    flags = fp16_flags(STAGE, SAMPLES, "--epochs", "1", "--device", device)
     prepare = functools.partial(
         call_all,
         functools.partial(infinite_gradient, 1, rank=processes - 1),
@@ -230,7 +225,7 @@ def test_a_first_step_that_overflows_leaves_finite_weights(
     )
     out = tmp_path / "out"
     flags += ["--out-dir", out]
-    run_stage(stage, processes, flags, tmp_path / "run", prepare=prepare)
+    run_stage(STAGE, processes, flags, tmp_path / "run", prepare=prepare)
     (row,) = weights.read_metrics(out)
     assert math.isfinite(row["train"]["loss"])
     last = torch.load(out / "last.pt")
@@ -269,12 +264,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
     assert not list((tmp_path / "out").glob("*"))
 
 
-@each_stage
-def test_a_run_that_skips_every_step_ends(stage, two, device, tmp_path):
+def test_a_run_that_skips_every_step_ends(two, device, tmp_path):
     """In fp16: its weights are finite, and too large for a forward pass."""
-    flags = fp16_flags(stage, DIGITS, "--epochs", "2", "--device", device)
+    flags = fp16_flags(STAGE, SAMPLES, "--epochs", "2", "--device", device)
     flags += ["--lr", "1e6", "--clip-grad", "1e9", "--out-dir", tmp_path / "out"]
-    done = run_stage(stage, two, flags, tmp_path, code=1)
+    done = run_stage(STAGE, two, flags, tmp_path, code=1)
     assert [rank.returncode for rank in done.ranks] == [1, 1]
     assert done.stdout.endswith(STOPPED)
     assert not list((tmp_path / "out").glob("*"))

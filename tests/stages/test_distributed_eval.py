@@ -1,4 +1,7 @@
-"""Each process evaluates a shard of its own; the sums are those of the whole set."""
+"""07_distributed_eval: the metrics are those of the whole set, on any number of ranks.
+
+Every sample counts once; batch norm is evaluated with rank 0's statistics.
+"""
 
 import pytest
 import torch

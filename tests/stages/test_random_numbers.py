@@ -1,7 +1,7 @@
 """03_ddp_launch/what_goes_wrong: each rank draws random numbers of its own.
 
-All begin with the same weights nevertheless. The processes of a stage that spawns them cannot be prepared to note their numbers; it
-has the same line. That dropout draws the same numbers in a resumed run is shown in
+All begin with the same weights nevertheless. A stage that spawns its processes, which
+cannot be prepared to note their numbers, has the same line. That dropout draws the same numbers in a resumed run is shown in
 test_resume.py.
 """
 
