@@ -11,7 +11,6 @@ import argparse
 import errno
 import fnmatch
 import itertools
-import multiprocessing
 import os
 import resource
 import signal
@@ -265,20 +264,15 @@ def on_two_machines(disks, url):
 
 
 # ---- training ------------------------------------------------------------------------
-def no_step(start_method=None, after=None):
-    """Have every optimizer step fail; start the loaders' workers by this method.
-
-    after: a file for which the step waits before it fails.
-    """
+def no_step(after):
+    """Have every optimizer step fail, after it has waited for a file to be there."""
 
     def fail(*_):
-        if after:
-            print("an optimizer step", flush=True)
-            commands.wait_until(after.exists, commands.LIMIT)
+        print("an optimizer step", flush=True)
+        commands.wait_until(after.exists, commands.LIMIT)
         raise RuntimeError("an optimizer step")
 
     register_optimizer_step_pre_hook(fail)
-    multiprocessing.set_start_method(start_method, force=True)
 
 
 def nan_logits(step, rank=1):

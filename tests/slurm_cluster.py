@@ -97,6 +97,11 @@ class Cluster:
         number = self.call("sbatch", "--parsable", *words, cwd=cwd, **variables)
         return SlurmJob(self, number.strip(), Path(cwd))
 
+    def submit_urgent(self):
+        """Submit a job that preempts those on both nodes."""
+        words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
+        self.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+
     def submit(
         self,
         stage,
@@ -226,9 +231,8 @@ class SlurmJob:
 
     def preempt(self):
         """Have a more urgent job take its nodes; return the ranks that it had."""
-        words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
         with self.stopped_until_sigterm() as ranks:
-            self.cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+            self.cluster.submit_urgent()
         return ranks
 
     def send_time_limit_signal(self):

@@ -1,4 +1,4 @@
-"""08_grad_accumulation: micro-batches give the step of the whole batch, reduced once."""
+"""08_grad_accumulation: micro-batches give the step of a whole batch, reduced once."""
 
 import contextlib
 import weakref

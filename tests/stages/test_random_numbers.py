@@ -1,8 +1,8 @@
 """03_ddp_launch/what_goes_wrong: each rank draws random numbers of its own.
 
 All begin with the same weights nevertheless. A stage that spawns its processes, which
-cannot be prepared to note their numbers, has the same line. That dropout draws the same numbers in a resumed run is shown in
-test_resume.py.
+cannot be prepared to note their numbers, has the same line. That dropout draws the
+same numbers in a resumed run is shown in test_resume.py.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A rank fails, is killed or hangs, or a launcher is stopped: everything ends soon."""
+"""docs/faults.md: when a rank or a launcher fails or is stopped, all of the run ends."""
 
 import contextlib
 import os

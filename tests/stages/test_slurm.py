@@ -1,4 +1,7 @@
-"""The job files train, stop, resume and fail as the notebooks say, on a real Slurm."""
+"""docs/faults.md: jobs train on two nodes, are requeued and resume, or fail at once.
+
+By the job files of 06 and 10, on a real Slurm, as the notebooks of these stages say.
+"""
 
 import os
 import re
@@ -89,19 +92,13 @@ def grace_time(cluster):
 
 
 # ---- jobs train to the same weights, stopped or not ----------------------------------
-@pytest.mark.parametrize(
-    "per_node, files",
-    [
-        (1, [(SLURM, SRUN), (SIGNALS, TORCHRUN)]),
-        only_in_release(2, [(SIGNALS, SRUN), (SLURM, TORCHRUN)]),
-    ],
-)
+@pytest.mark.parametrize("per_node", [1, only_in_release(2)])
 def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
-    per_node, files, cluster, trained, tmp_path
+    per_node, cluster, trained, tmp_path
 ):
     """They run at once, with different seeds: none can get the gradients of another."""
     jobs = []
-    for seed, (stage, torchrun) in enumerate(files):
+    for seed, (stage, torchrun) in enumerate([(SLURM, SRUN), (SIGNALS, TORCHRUN)]):
         flags = (*CPU, *DOUBLE, "--seed", seed, "--out-dir", tmp_path / f"out-{seed}")
         folder = tmp_path / f"job-{seed}"
         folder.mkdir()
@@ -127,8 +124,7 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
         on_one = trained(reference(SLURM), 1, *flags, how=train_in_forks)
         assert max_abs_diff(tmp_path / f"out-{seed}/last.pt", on_one.weights) <= 1e-10
     kept = sorted(path.name for path in tmp_path.glob("job-*/own/step-*"))
-    signals = [stage for stage, _ in files if stage == SIGNALS]
-    assert kept == ["step-000000030.pt", "step-000000060.pt"] * len(signals)
+    assert kept == ["step-000000030.pt", "step-000000060.pt"]
 
 
 @pytest.mark.parametrize(
@@ -305,8 +301,7 @@ def test_a_job_preempted_while_it_loads_is_requeued(cluster, tmp_path):
     )
     job = cluster.submit(SIGNALS, cwd=tmp_path, SCRIPT=script)
     job.wait_for("loading", times=2)
-    words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
-    cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+    cluster.submit_urgent()
     job.wait("COMPLETED")
     assert "requeued, to resume from its beginning" in job.log()
     assert job.show()["Restarts"] == "1"
@@ -469,20 +464,3 @@ def test_the_cluster_listens_on_loopback_only(cluster):
     listening = [each.laddr for each in connections if each.status == "LISTEN"]
     wanted = [("127.0.0.1", cluster.port + n) for n in range(3)]
     assert sorted(listening) == wanted
-
-
-@pytest.mark.parametrize(
-    "what, named",
-    [
-        ("start", "was not made by this script"),
-        ("stop", "was not made by this script"),
-        ("restart", "restart is not one of start, status and stop"),
-    ],
-)
-def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
-    (tmp_path / "mine").write_text("keep me")
-    done = Cluster(tmp_path).script(what, code=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("local_slurm.sh: error: ")
-    assert named in line
-    assert (tmp_path / "mine").read_text() == "keep me"

@@ -1,4 +1,4 @@
-"""Lines to paste from stage 14's notebooks do what these say.
+"""14_tensor_parallel: the lines that its notebooks offer to paste do what they say.
 
 `copies_that_differ` finds copies that differ, with the imports that what_goes_wrong
 names; the first lines of the three notebooks train as one process does. The mistakes
