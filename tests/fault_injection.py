@@ -26,7 +26,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DistributedSampler
 from torchvision import datasets
 from torchvision.models import WeightsEnum
 
@@ -303,13 +302,3 @@ def weights_kept(step, folder):
         torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
 
     at_step(step, register_optimizer_step_post_hook, save)
-
-
-def without_ddp():
-    """Have the script train the bare model, as if the wrapper had been forgotten."""
-    torch.nn.parallel.DistributedDataParallel = lambda model: model
-
-
-def without_set_epoch():
-    """Have the sampler ignore the number of the epoch."""
-    DistributedSampler.set_epoch = lambda *_: None

@@ -365,22 +365,6 @@ def test_a_name_alone_makes_nothing_one_of_this_run(sharded, tmp_path, monkeypat
     assert [*contents(aside).values()] == kept
 
 
-@each_kind
-def test_what_a_link_leads_to_stays(sharded, tmp_path):
-    """A checkpoint that was moved to an archive, say."""
-    one = save_folder if sharded else save
-    path = one(tmp_path, 1)
-    archive = tmp_path / "archive"
-    path.rename(archive)
-    path.symlink_to(archive)
-    before = contents(archive)
-    assert steps_in(tmp_path, sharded) == [1]
-    for step in (2, 3, 1):  # then a run that begins again
-        one(tmp_path, step)
-        assert contents(archive) == before
-    assert not path.is_symlink()
-
-
 def contents(path):
     """Return the bytes of a file, or of the files in a folder."""
     files = path.iterdir() if path.is_dir() else [path]

@@ -20,9 +20,7 @@ import pytest
 import torch
 import torchvision
 from torch import nn
-from torch.utils.data import DataLoader
 
-from common import launch
 from common import lr_schedule
 from common import meters
 from common import weights
@@ -80,29 +78,6 @@ def test_a_module_can_be_copied_with_what_it_imports(name, tmp_path):
     commands.call_in_forks(use_alone, [(tmp_path, name)])
 
 
-# ---- flags ---------------------------------------------------------------------------
-def test_workers_by_default(tmp_path, monkeypatch):
-    """Only images in files keep a core busy: one gathers more than a GPU trains on."""
-    files = ["--data", "imagefolder", "--data-dir", str(tmp_path)]
-    on_gpu = ["--device", "cuda"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-    def workers(*words):
-        parser = ArgumentParser("")
-        parser.add_argument("--nproc", type=int, default=1)
-        return parser.parse_args(words).workers
-
-    assert workers("--device", "cpu", *files) == workers(*on_gpu) == 0
-    assert workers(*on_gpu, *files) == 8
-    assert workers(*on_gpu, *files, "--nproc", "4") == 3  # which the script will start
-    for processes, expected in (("1", 8), ("4", 3), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert workers(*on_gpu, *files) == expected
-    assert workers(*on_gpu, *files, "--workers", "5") == 5
-
-
 # ---- meters --------------------------------------------------------------------------
 def test_accuracy_by_hand():
     outputs = torch.tensor([[9.0, 1, 0], [0, 9, 1], [1, 0, 9], [5, 9, 1]])
@@ -132,18 +107,6 @@ def test_meter_divides_sums_by_counts():
     assert meter.compute()["loss"] == averages["loss"]
 
 
-def test_progress_goes_to_standard_error_and_only_where_asked(capsys):
-    batches = DataLoader(torch.arange(6), batch_size=2)
-    meter = meters.Meter("cpu")
-    for show in (True, False):
-        for _ in meters.progress(batches, "epoch 7", meter, show=show):
-            meter.update(torch.tensor(1.0), torch.eye(3), torch.arange(3))
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("epoch 7 3/3  data ") and " loss 1.000 acc@1 100.00" in line
-
-
 def test_schedule_warms_up_and_ends_at_zero():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = lr_schedule.warmup_cosine(optimizer, 100)
@@ -160,13 +123,6 @@ def test_schedule_warms_up_and_ends_at_zero():
 
 
 # ---- the networks --------------------------------------------------------------------
-def test_a_resnet_for_small_gray_images_keeps_their_size():
-    model = make_model("resnet18", channels=1, num_classes=10, image_size=8)
-    assert model.conv1.in_channels == 1 and model.conv1.stride == (1, 1)
-    features = model.layer1(model.maxpool(model.conv1(torch.zeros(1, 1, 8, 8))))
-    assert features.shape[2:] == (8, 8)
-
-
 @pytest.fixture
 def without_a_network(monkeypatch):
     """Replace torchvision's download by weights made here; return those of ResNet18."""
@@ -233,21 +189,6 @@ def test_a_stage_trains_in_the_memory_format_asked_for(name, device, tmp_path):
         assert kernel.is_contiguous() == (name == "contiguous")
         is_last = kernel.is_contiguous(memory_format=torch.channels_last)
         assert is_last == (name == "channels_last")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_memory_that_tensors_free_is_kept():
-    """Ten tensors of 4 MB, ten times, are 100,000 pages if each is fetched anew."""
-    launch.keep_freed_memory()
-
-    def fill():
-        return [torch.ones(2**20) for _ in range(10)]
-
-    fill()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        fill()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
 
 
 @pytest.fixture

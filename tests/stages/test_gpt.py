@@ -1,7 +1,6 @@
-"""11_gpt: a GPT of bytes predicts the next one, and learns more than pairs of bytes.
+"""11_gpt: the model is GPT-2's formulas, and sees no byte after the one it predicts.
 
-Its model is the published formulas, and sees no later byte; a sample depends on its
-seed alone. MFU is as common/gpt.py defines it.
+A run prints bits per byte, perplexity and a sample, which depends on its seed alone.
 """
 
 import math
@@ -9,12 +8,10 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from common import text
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import describe_speed
@@ -67,20 +64,6 @@ def test_every_epoch_cuts_a_training_set_elsewhere(n, length):
     assert sorted(firsts) == list(range(length))
     train_set.epoch.fill_(length)
     assert train_set[0][0][0] == firsts[0]
-
-
-def test_nine_tenths_are_for_training_and_any_bytes_will_do(tmp_path):
-    path = tmp_path / "bytes"
-    content = bytes(range(256)) * 4  # not UTF-8
-    path.write_bytes(content)
-    train_set, val_set = text.load(path, 10)
-    assert train_set.text.dtype == torch.uint8
-    whole = torch.cat([train_set.text, val_set.text])
-    assert bytes(whole.tolist()) == content
-    assert len(train_set.text) == 1024 * 9 // 10
-    assert len(train_set) == (921 - 10) // 10 and len(val_set) == (103 - 1) // 10
-    default, _ = text.load(None, 10)
-    assert bytes(default.text[:100].tolist()) == TEXT.read_bytes()[:100]
 
 
 # ---- the model -----------------------------------------------------------------------
@@ -230,34 +213,6 @@ def test_a_run_prints_bits_perplexity_and_a_sample_once(
     assert first.stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
     evaluation = run_stage(stage, 1, [*flags, "--evaluate", last], tmp_path / "again")
     assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
-
-
-def bigram_bits(train, val):
-    """Return the bits per byte of a table of byte pairs, counted in `train`.
-
-    After a byte that was rarely seen, the table relies on the bytes' frequencies
-    (Witten and Bell, 1991); adding one to each count would be worse by 0.1 bits.
-    """
-    single = np.bincount(train, minlength=256) + 1.0
-    single /= single.sum()
-    pairs = np.zeros((256, 256))
-    np.add.at(pairs, (train[:-1], train[1:]), 1)
-    kinds = np.maximum((pairs > 0).sum(1, keepdims=True), 1)
-    chances = (pairs + kinds * single) / (pairs.sum(1, keepdims=True) + kinds)
-    assert np.allclose(chances.sum(1), 1)
-    return -np.log2(chances[val[:-1], val[1:]]).mean()
-
-
-@pytest.mark.release
-def test_it_learns_more_than_pairs_of_bytes(trained, several):
-    """By its command and with its defaults. The later stages train the same weights."""
-    content = np.fromfile(TEXT, np.uint8).astype(int)
-    end = len(content) * 9 // 10
-    table = bigram_bits(content[:end], content[end:])
-    done = trained(first_with("text"), several)
-    bits = done.rows[-1]["val"]["loss"] / math.log(2)
-    print(f"\n{bits:.3f} bits per byte; a table of byte pairs: {table:.3f}")
-    assert bits < 0.85 * table
 
 
 # ---- the speed -----------------------------------------------------------------------

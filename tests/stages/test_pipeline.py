@@ -96,23 +96,6 @@ def test_other_processes_resume_what_two_have_saved(tmp_path, alone):
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
 
-@pytest.mark.parametrize(
-    "processes, flags, reason",
-    [
-        (2, "--batch-size 10", "--batch-size 10 must be divisible by --micro-batches"),
-        (2, "--micro-batches 1", "1f1b needs as many as there are processes (2)"),
-        (1, "", "a pipeline needs 2 processes or more: use --nproc-per-node=2"),
-        (2, "--load nowhere", "--load nowhere: there is no checkpoint"),
-    ],
-)
-def test_bad_input_is_one_line(processes, flags, reason):
-    done = run(processes, *flags.split(), code=2)
-    for rank in done.ranks:
-        (line,) = rank.stderr.splitlines()
-        assert line.startswith("pipeline.py: error: ") and reason in line
-    assert not done.stdout
-
-
 def test_pipelines_with_fsdp_train_as_one_process_does():
     """The program asserts that the weights are those of one process."""
     lines = run(4, program="pipeline_grid.py").stdout.splitlines()

@@ -18,7 +18,6 @@ from harness.stages import features
 from harness.stages import first_with
 from harness.stages import with_feature
 from tests.conftest import only_in_release
-from tests.training import changed
 from tests.training import run_stage
 from tests.training import small_workload
 
@@ -78,11 +77,3 @@ def test_ranks_draw_different_numbers(stage, numbers):
     assert not torch.equal(first["dropout"], second["dropout"])
     if "checkpoints" not in features(stage):
         assert first["seed"] != second["seed"]
-
-
-def test_without_a_seed_for_each_rank_they_draw_the_same(numbers, tmp_path):
-    stage = first_with("torchrun")
-    root = changed(stage, tmp_path / "copy", (LINE, "pass"))
-    first, second = numbers(stage, root)
-    assert first["seed"] == second["seed"]
-    assert torch.equal(first["dropout"], second["dropout"])

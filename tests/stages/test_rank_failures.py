@@ -1,4 +1,4 @@
-"""docs/faults.md: when a rank or a launcher fails or is stopped, all of the run ends."""
+"""docs/faults.md: when a rank fails, or a launcher is stopped, the whole run ends."""
 
 import contextlib
 import os

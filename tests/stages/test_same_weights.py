@@ -16,8 +16,6 @@ from harness.stages import with_feature
 from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import weights_kept
-from tests.fault_injection import without_ddp
-from tests.fault_injection import without_set_epoch
 from tests.training import DOUBLE
 from tests.training import call_all
 from tests.training import counts
@@ -160,8 +158,7 @@ def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
 ):
     """A stage and common/, copied into an empty folder, and run from a third folder.
 
-    The others, before a release, do without launchers. That a language model learns is
-    shown in test_gpt.py, on more than this text.
+    The others, before a release, do without launchers.
     """
     flags = ("--epochs", "3", *work_of(stage).flags)
     how = train if stage in LAUNCHED else train_copy_in_forks
@@ -203,15 +200,3 @@ def test_all_ranks_hold_the_same_weights(weights_of_each_rank, baseline):
     first, second = weights_of_each_rank()
     assert difference(first, second) == 0
     assert difference(first, torch.load(baseline.weights).values()) <= 1e-10
-
-
-def test_without_ddp_the_ranks_diverge(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank(without_ddp)
-    assert difference(first, second) > 1e-3
-    assert difference(first, torch.load(baseline.weights).values()) > 1e-3
-
-
-def test_without_set_epoch_the_weights_differ(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank(without_set_epoch)
-    assert difference(first, second) == 0
-    assert difference(first, torch.load(baseline.weights).values()) > 1e-3

@@ -123,19 +123,6 @@ def test_a_wrong_shard_is_not_noticed(damage, module, args, capsys, fault):
     assert not all(torch.equal(plain(one), plain(other)) for one, other in pairs)
 
 
-def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
-    """A restart on fewer ranks does not write over all of them."""
-    state = app_state(STAGE, module, args, 0)
-    module.load_latest(args, state)
-    take_step(state)
-    left = args.checkpoint_dir / ".step-000000001.tmp/__7_0.distcp"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"of rank 7 of 8")
-    module.save_checkpoint(args, state)
-    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
-    assert names(path) == {".metadata", SHARD, checkpoint.MANIFEST}
-
-
 # ---- runs that are killed ------------------------------------------------------------
 # Before which event a rank is killed, in one start after the other: of a file that is
 # opened, of the new name of one that is renamed, or of a folder that is removed.
