@@ -17,7 +17,6 @@ from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import weights_kept
 from tests.training import DOUBLE
-from tests.training import call_all
 from tests.training import counts
 from tests.training import run_stage
 from tests.training import skip_without_gpus
@@ -173,30 +172,16 @@ def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
     assert done.epochs == trained(reference(stage), 1, *flags, how=how).epochs
 
 
-@pytest.fixture(scope="module")
-def weights_of_each_rank(device, several, tmp_path_factory):
-    """Return a function that trains with DDP and returns the weights of every rank."""
-    if several < 2:
-        pytest.skip("a second process needs a second GPU")
-
-    def get(fault=None):
-        folder = tmp_path_factory.mktemp("ranks")
-        keep = functools.partial(weights_kept, 60, folder)
-        prepare = functools.partial(call_all, fault, keep)
-        flags = [*DOUBLE, "--device", device]
-        run_stage(first_with("ddp"), several, flags, folder, prepare=prepare)
-        return [torch.load(folder / f"{rank}.pt") for rank in range(several)]
-
-    return get
-
-
 def difference(one, other):
     """Return the largest difference between two lists of weights."""
     pairs = zip(one, other, strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def test_all_ranks_hold_the_same_weights(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank()
+def test_all_ranks_hold_the_same_weights(baseline, two, device, tmp_path):
+    keep = functools.partial(weights_kept, 60, tmp_path)
+    flags = [*DOUBLE, "--device", device]
+    run_stage(first_with("ddp"), two, flags, tmp_path / "run", prepare=keep)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(two))
     assert difference(first, second) == 0
     assert difference(first, torch.load(baseline.weights).values()) <= 1e-10
