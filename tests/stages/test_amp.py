@@ -23,6 +23,7 @@ from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import weights_kept
 from tests.resume_harness import read_state
+from tests.training import DIGITS
 from tests.training import DOUBLE
 from tests.training import FakeLoader
 from tests.training import call_all
@@ -266,7 +267,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_run(
 
 def test_a_run_that_skips_every_step_ends(two, device, tmp_path):
     """In fp16: its weights are finite, and too large for a forward pass."""
-    flags = fp16_flags(STAGE, SAMPLES, "--epochs", "2", "--device", device)
+    flags = fp16_flags(STAGE, DIGITS, "--epochs", "2", "--device", device)
     flags += ["--lr", "1e6", "--clip-grad", "1e9", "--out-dir", tmp_path / "out"]
     done = run_stage(STAGE, two, flags, tmp_path, code=1)
     assert [rank.returncode for rank in done.ranks] == [1, 1]

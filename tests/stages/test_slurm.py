@@ -19,7 +19,6 @@ from tests.conftest import only_in_release
 from tests.slurm_cluster import EVERY
 from tests.slurm_cluster import Cluster
 from tests.slurm_cluster import SlurmJob
-from tests.slurm_cluster import missing_for_cgroup
 from tests.training import DOUBLE
 from tests.training import ENDLESS
 from tests.training import assert_one_error_line
@@ -40,9 +39,6 @@ CPU = ("--device", "cpu")
 LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
 NEVER = ("--checkpoint-every", "1000000", *CPU)
 
-# Which processes get a signal depends on how Slurm finds the processes of a job.
-one_way = pytest.mark.parametrize("cluster", ["linuxproc", "cgroup"], indirect=True)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def require_slurm():
@@ -52,32 +48,20 @@ def require_slurm():
 
 
 @pytest.fixture(scope="module")
-def started_cluster(require_slurm):  # noqa: ARG001
-    """Return a function that starts the tests' clusters, each when it is first used."""
-    started = {}
-
-    def get(tracking):
-        if tracking not in started:
-            if tracking == "cgroup" and missing_for_cgroup():
-                pytest.skip(missing_for_cgroup())
-            one = Cluster(f"/run/local_cluster_of_the_tests_{tracking}", tracking)
-            one.script("stop")  # what a killed test run left
-            assert one.script("start").stdout.startswith("started\n")
-            started[tracking] = one
-            assert f" proctrack/{tracking}\n" in one.call("scontrol", "show", "config")
-        return started[tracking]
-
-    yield get
-    for one in started.values():
-        one.script("stop")
+def started(require_slurm):  # noqa: ARG001
+    """The tests' cluster. That of the notebooks finds a job's processes in cgroups."""
+    one = Cluster("/run/local_cluster_of_the_tests")
+    one.script("stop")  # what a killed test run left
+    assert one.script("start").stdout.startswith("started\n")
+    yield one
+    one.script("stop")
 
 
 @pytest.fixture
-def cluster(started_cluster, request):
-    """A cluster of the tests, without a job; what a test leaves there is cancelled."""
-    one = started_cluster(getattr(request, "param", "linuxproc"))
-    yield one
-    one.cancel_jobs()
+def cluster(started):
+    """The cluster, without a job; what a test leaves there is cancelled."""
+    yield started
+    started.cancel_jobs()
 
 
 @pytest.fixture
@@ -127,9 +111,6 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
     assert kept == ["step-000000030.pt", "step-000000060.pt"]
 
 
-@pytest.mark.parametrize(
-    "cluster", ["linuxproc", only_in_release("cgroup")], indirect=True
-)
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted by a more urgent one",
@@ -156,14 +137,7 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
 
 
 @pytest.mark.usefixtures("grace_time")
-@pytest.mark.parametrize(
-    "cluster, torchrun",
-    [
-        ("linuxproc", SRUN),
-        only_in_release("cgroup", TORCHRUN),
-    ],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("torchrun", [SRUN, only_in_release(TORCHRUN)])
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted in a partition with a `GraceTime`",
@@ -189,7 +163,6 @@ def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
 
 
 @pytest.mark.release
-@one_way
 @pytest.mark.fault(
     since="signals",
     what="a rank of a job is killed, with one torchrun on each node",
@@ -221,7 +194,6 @@ def test_torchruns_on_two_nodes_restart_a_killed_rank(
 
 
 @pytest.mark.release
-@one_way
 @pytest.mark.fault(
     since="signals",
     what="a job needs more time than its limit",
@@ -357,7 +329,6 @@ def test_a_flag_that_the_job_file_sets_itself_is_refused(tmp_path):
     " task`",
     lost="the run; in stage {checkpoints} the steps since the last checkpoint",
 )
-@one_way
 def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
     job = cluster.submit(SLURM, *CPU, *ENDLESS, cwd=tmp_path)
     job.wait_for("epoch 2: ")
@@ -378,11 +349,7 @@ def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
     lost="the run; in stage {checkpoints} the steps since the last checkpoint; in stage"
     " {signals} nothing",
 )
-@pytest.mark.parametrize(
-    "cluster, torchrun",
-    [("linuxproc", TORCHRUN), ("cgroup", SRUN)],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("torchrun", [TORCHRUN, SRUN])
 def test_scancel_leaves_nothing_behind(torchrun, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = str(ROOT / first_with("exact_eval") / "train.py")
