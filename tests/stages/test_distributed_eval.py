@@ -54,15 +54,14 @@ def val_loader(module, n, batch_size):
 
 
 @pytest.mark.parametrize("stage", EVALUATING)
-@pytest.mark.parametrize("examples", [40, only_in_release(300)])
-def test_every_sample_is_evaluated_once(stage, examples):
+def test_every_sample_is_evaluated_once(stage):
     """By the loaders of up to 16 processes: this one is each of them in turn.
 
     What the fake processes exchange is lost; `make_loaders` only waits for the others.
     """
     module = load_stage_for_vectors(stage)
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=40, deadline=None, database=None)
     @given(
         n=strategies.integers(1, 200),
         processes=strategies.integers(1, 16),

@@ -21,8 +21,6 @@ from tests.training import counts
 from tests.training import run_stage
 from tests.training import skip_without_gpus
 from tests.training import small_workload
-from tests.training import train
-from tests.training import train_copy_in_forks
 from tests.training import train_in_forks
 
 pytestmark = pytest.mark.slow  # its file comes early: it takes long
@@ -155,21 +153,17 @@ LAUNCHED = {first_with("images"), first_with("torchrun"), first_with("spawn")}
 def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
     stage, trained, several
 ):
-    """A stage and common/, copied into an empty folder, and run from a third folder.
-
-    The others, before a release, do without launchers.
-    """
+    """A stage and common/, copied into an empty folder, and run from a third folder."""
     flags = ("--epochs", "3", *work_of(stage).flags)
-    how = train if stage in LAUNCHED else train_copy_in_forks
     processes = several if "distributed" in features(stage) else 1
-    done = trained(stage, processes, *flags, how=how)
+    done = trained(stage, processes, *flags)
     losses = [row["train"]["loss"] for row in done.rows]
     assert len(losses) == 3
     if "images" in features(stage):
         assert losses[-1] < 0.1 * losses[0]
         assert done.rows[-1]["val"]["acc1"] >= 95
     assert losses == sorted(losses, reverse=True)
-    assert done.epochs == trained(reference(stage), 1, *flags, how=how).epochs
+    assert done.epochs == trained(reference(stage), 1, *flags).epochs
 
 
 def difference(one, other):

@@ -421,13 +421,3 @@ def test_without_srun_the_shell_of_a_job_is_no_launcher(stage, tmp_path):
     done = commands.run(words, tmp_path, code=2, **variables)
     command = f"start with sbatch {stage}/job.sbatch or torchrun "
     assert_one_error_line(done, f"RANK is not set; a launcher sets it: {command}")
-
-
-# ---- the local cluster ---------------------------------------------------------------
-def test_the_cluster_listens_on_loopback_only(cluster):
-    members = cluster.members()
-    assert {member.name() for member in members} >= {"munged", "slurmctld", "slurmd"}
-    connections = [each for one in members for each in one.net_connections("inet")]
-    listening = [each.laddr for each in connections if each.status == "LISTEN"]
-    wanted = [("127.0.0.1", cluster.port + n) for n in range(3)]
-    assert sorted(listening) == wanted
