@@ -133,21 +133,6 @@ def signalled_while_evaluating(step, name, ranks=RANKS):
         register_module_forward_pre_hook(hook)
 
 
-def signalled_before_handler(call, name):
-    """Have the process get a signal just before it changes its handler another time.
-
-    Every script that catches signals sets a handler for SIGTERM first.
-    """
-    original, count = signal.signal, itertools.count(1)
-
-    def set_handler(number, handler):
-        if number == signal.SIGTERM and next(count) == call:
-            send(name)
-        return original(number, handler)
-
-    signal.signal = set_handler
-
-
 def signalled_from_outside(step, name):
     """Have another process send a signal to this one and its children in a step.
 
@@ -209,21 +194,6 @@ def slow_to_write(seconds):
             time.sleep(seconds)
 
     sys.addaudithook(hook)
-
-
-def hide_checkpoints(*ranks):
-    """Have these ranks not see the checkpoints, as without a shared disk."""
-    exists, iterdir = Path.exists, Path.iterdir
-
-    def is_hidden(path):
-        return path.name.startswith("step-")
-
-    def remaining(path):
-        return (each for each in iterdir(path) if not is_hidden(each))
-
-    if os.environ["RANK"] in ranks:
-        Path.exists = lambda path: not is_hidden(path) and exists(path)
-        Path.iterdir = remaining
 
 
 def with_flags(*flags, ranks=("1",)):

@@ -21,7 +21,6 @@ from tests.fault_injection import RANKS
 from tests.fault_injection import no_step
 from tests.fault_injection import signalled
 from tests.fault_injection import signalled_at_file
-from tests.fault_injection import signalled_before_handler
 from tests.fault_injection import signalled_from_outside
 from tests.fault_injection import signalled_while_evaluating
 from tests.fault_injection import slow_to_write
@@ -133,32 +132,22 @@ def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG00
 
 
 # ---- loading, evaluating, ending -----------------------------------------------------
-LOADING = {
-    "data": partial(signalled_at_file, "open", f"*/{SAMPLES}.txt", "SIGTERM"),
-    "just_before_signals_are_caught": partial(signalled_before_handler, 1, "SIGTERM"),
-}
-
-
 @pytest.mark.fault(
     since="signals",
     what="SIGTERM or SIGUSR1 while the run loads data or a checkpoint",
     sees="it ends at once; the next run says `resumed from step`",
     lost="nothing",
 )
-@pytest.mark.parametrize(
-    "stage, moment",
-    [(STAGE, "just_before_signals_are_caught"), (SPLITS, "data")],
-    indirect=["stage"],
-)
-def test_a_signal_during_loading_ends_the_run_at_once(moment, run, reference, fault):
+@pytest.mark.parametrize("stage", [SPLITS], indirect=True)
+def test_a_signal_during_loading_ends_the_run_at_once(run, reference, fault):
     """The signals' default action ends it: there is nothing to save."""
     run.stop(7, "SIGTERM")
     before = run.files()
-    done = run.run(code=None, prepare=LOADING[moment])
+    loading = partial(signalled_at_file, "open", f"*/{SAMPLES}.txt", "SIGTERM")
+    done = run.run(code=None, prepare=loading)
     # A rank that is still connecting when another one ends loses the connection: 1.
-    codes = {1, -signal.SIGTERM} if moment == "data" else {-signal.SIGTERM}
     assert -signal.SIGTERM in exit_codes(done), done
-    assert codes.issuperset(exit_codes(done)), done
+    assert {1, -signal.SIGTERM}.issuperset(exit_codes(done)), done
     assert run.files() == before
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)

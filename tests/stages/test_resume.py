@@ -30,7 +30,6 @@ from harness.stages import registry
 from harness.stages import with_feature
 from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
-from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import in_folder
 from tests.fault_injection import nan_logits
 from tests.fault_injection import no_large_files
@@ -416,15 +415,19 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
     lost="nothing is written or removed",
 )
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, two, fault):  # noqa: ARG001
+@pytest.mark.usefixtures("two")
+def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, tmp_path, fault):
     """All try what any rank sees: otherwise some would start from scratch."""
-    before = stopped.files()
-    done = stopped.run(code=2, prepare=partial(hide_checkpoints, rank))
+    before, paths = stopped.files(), [f"checkpoints/{p.name}" for p in stopped.paths()]
+    (tmp_path / "another disk").mkdir()
+    prepare = partial(in_folder, tmp_path / "another disk", rank)
+    options = {"cwd": stopped.folder, "prepare": prepare, "code": 2}
+    done = stopped.run("--checkpoint-dir", "checkpoints", **options)
     fault.assert_seen(done.stdout + done.stderr)
     lines = [line for line in done.stdout.splitlines() if "skipping" in line]
     why = "(it must be on a disk that every node sees)"
-    assert lines == [f"skipping checkpoint {path} {why}" for path in stopped.paths()]
-    assert_refused(stopped, done, f"no checkpoint in {stopped.checkpoint_dir} can be")
+    assert lines == [f"skipping checkpoint {path} {why}" for path in paths]
+    assert_refused(stopped, done, "no checkpoint in checkpoints can be read")
     assert stopped.files() == before
 
 
