@@ -136,11 +136,6 @@ def exact_norm_and_shuffle(num_samples):
     shuffle_as_after(num_samples)
 
 
-def without_module(name):
-    """Have a module be missing, as if it were not installed."""
-    sys.modules[name] = None
-
-
 def import_again(names, prepare=None):
     """Forget modules that the server of the forks has imported; then call `prepare`."""
     for name in names:
