@@ -142,9 +142,7 @@ def run(args):
     train_set = train_loader.dataset
     channels, image_size, _ = train_set.image_shape
     with one_line_errors(f"--arch {args.arch}:"):
-        model = make_model(
-            args.arch, channels, train_set.num_classes, image_size, args.pretrained
-        )
+        model = make_model(args.arch, channels, train_set.num_classes, image_size)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     if args.evaluate:
         with one_line_errors("--evaluate:"):

@@ -6,7 +6,6 @@ from nbtools.drawing import COLORS
 from nbtools.drawing import arrow
 from nbtools.drawing import box
 from nbtools.drawing import canvas
-from nbtools.drawing import panels
 from nbtools.drawing import picture
 
 # A page shows a picture of 10 inches at three quarters of its width: as 9 points.
@@ -78,41 +77,6 @@ def collectives():
                 axis.text(-0.35, 2 - rank, f"rank {rank}", **place)
     for axis in axes.flat[len(held) :]:
         axis.remove()
-    plt.tight_layout()
-
-
-@picture
-@readable
-def star_and_ring():
-    """Draw an all-reduce by way of rank 0 and in a ring, and what each sends."""
-    places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
-    row = [(0, 0.9), (-1.15, -0.7), (0, -0.7), (1.15, -0.7)]  # rank 0 above the others
-    star, ring, curves = panels(3, 3)
-    for axis, title in ((star, "all through rank 0"), (ring, "a ring")):
-        axis.set(xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal", title=title)
-        axis.axis("off")
-    for rank, (x, y) in enumerate(places):
-        if rank:
-            below, _ = row[rank]
-            arrow(star, (0.22 * below, 0.6), (below, -0.35), style="<->")
-        after_x, after_y = places[(rank + 1) % 4]
-        near, far = 0.77, 0.23
-        arrow(
-            ring,
-            (near * x + far * after_x, near * y + far * after_y),
-            (far * x + near * after_x, far * y + near * after_y),
-        )
-        box(ring, x, y, f"{rank}")
-        box(star, *row[rank], f"{rank}", "tab:green" if rank else "tab:red")
-    processes = range(2, 17)
-    curves.plot(processes, [n - 1 for n in processes], color="tab:red")
-    curves.plot(processes, [2 * (n - 1) / n for n in processes], color="tab:green")
-    curves.text(10.2, 11.8, "by rank 0:\nn − 1", color="tab:red", ha="right")
-    text = "by each rank of\na ring: 2(n − 1)/n"
-    curves.text(7.4, 2.7, text, color="tab:green")
-    curves.set(title="copies of gradients sent", xlabel="processes n")
-    curves.set(xlim=(2, 16), ylim=(0, 16), xticks=(2, 4, 8, 16), yticks=(0, 2, 8, 16))
-    curves.spines[["top", "right"]].set_visible(False)
     plt.tight_layout()
 
 

@@ -186,11 +186,8 @@ def run(args):
     torch.manual_seed(args.seed)
     train_set = train_loader.dataset
     channels, image_size, _ = train_set.image_shape
-    # [03] --pretrained downloads, too
-    with main_process_first(), one_line_errors(f"--arch {args.arch}:"):
-        model = make_model(
-            args.arch, channels, train_set.num_classes, image_size, args.pretrained
-        )
+    with one_line_errors(f"--arch {args.arch}:"):
+        model = make_model(args.arch, channels, train_set.num_classes, image_size)
     model.to(args.device, args.dtype, memory_format=args.memory_format)
     # [03] otherwise all ranks draw the same numbers, for dropout for instance
     torch.manual_seed(args.seed + dist.get_rank())

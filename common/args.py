@@ -13,7 +13,7 @@ import torch
 
 from common.weights import read_metrics
 
-DATA_SETS = ("digits", "fashionmnist", "cifar10", "cifar100", "imagefolder", "fake")
+DATA_SETS = ("digits", "cifar10", "imagefolder", "fake")
 FORMATS = {
     "channels_last": torch.channels_last,
     "contiguous": torch.contiguous_format,
@@ -174,7 +174,6 @@ IMAGES = {
     "--image-size": (224, number(int, ge=8), "in pixels, of imagefolder and fake"),
     "--images": (1000, positive_int, "number of training images of fake"),
     "--arch": ("small", str, "'small', or a torchvision classifier, such as resnet18"),
-    "--pretrained": (False, bool, "start from torchvision's weights, a download"),
     "--memory-format": ("channels_last", tuple(FORMATS), "order of images in memory"),
 }
 TEXT = {
@@ -283,11 +282,6 @@ class ArgumentParser(argparse.ArgumentParser):
         if args.arch not in ("small", *archs):
             self.error(
                 f"--arch {args.arch}: neither 'small' nor a torchvision classifier"
-            )
-        if args.pretrained and args.arch == "small":
-            self.error(
-                "--pretrained: the small model has no pretrained weights;"
-                " choose an --arch"
             )
         needs_dir = args.data not in ("digits", "fake") and not args.download
         with one_line_errors("--data-dir:"):

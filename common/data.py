@@ -1,4 +1,4 @@
-"""The sets of images: digits, torchvision's, a folder of files, and random ones.
+"""The sets of images: digits, CIFAR-10, a folder of files, and random ones.
 
 Images are uint8 until they are on the device, where `normalize` makes floats of them.
 The random crop and flip of an image depend on the seed, the epoch and the image's index
@@ -6,14 +6,12 @@ alone: they are the same on any number of processes and of DataLoader workers. T
 is a number in shared memory, so that workers see it change: `train_set.epoch.fill_(3)`.
 """
 
-import contextlib
 import functools
 import hashlib
 from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets
@@ -27,16 +25,9 @@ from common.loader import shared_epoch
 # to 1.
 STATISTICS = {
     "digits": ((0.3055,), (0.3759,)),
-    "fashionmnist": ((0.2860,), (0.3530,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "fake": ((0.5, 0.5, 0.5), (0.2887, 0.2887, 0.2887)),
-}
-TORCHVISION = {
-    "fashionmnist": datasets.FashionMNIST,
-    "cifar10": datasets.CIFAR10,
-    "cifar100": datasets.CIFAR100,
 }
 
 
@@ -125,22 +116,14 @@ class ImagesInMemory(Dataset):
 
 
 def read_image(path):
-    """Return the image in a file as uint8 [3, H, W]; of 16 bits, the upper 8.
+    """Return the image in a file as uint8 [3, H, W].
 
     Raises SampleError, with the file's name, if it cannot.
     """
-    # It is faster than Pillow, but does not read every format, and is to leave
-    # torchvision after 0.29.
-    with contextlib.suppress(RuntimeError, AttributeError):
-        image = torchvision.io.decode_image(path, mode="RGB")
-        return v2.functional.to_dtype(image, torch.uint8, scale=True)
     try:
         with Image.open(path) as image:
-            if image.mode in ("I", "F"):
-                raise ValueError("save it with 8 or 16 bits per pixel, not 32")
-            if image.mode.startswith("I;16"):
-                # Pillow itself would cut off what is above 255.
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode[0] in "IF":  # Pillow would cut off what is above 255
+                raise ValueError("save it with 8 bits per pixel and channel")
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except (OSError, ValueError) as error:
         raise SampleError(f"{path}: {error}") from error
@@ -197,17 +180,16 @@ def random_images(count, size, seed):
     return parts
 
 
-def from_torchvision(name, folder, download):
-    """Return (images, labels) of a torchvision data set: training, then test."""
+def cifar10(folder, download):
+    """Return (images, labels) of torchvision's CIFAR-10: training, then test."""
     parts = []
     for train in (True, False):
         try:
-            part = TORCHVISION[name](folder, train=train, download=download)
+            part = datasets.CIFAR10(folder, train=train, download=download)
         except (RuntimeError, EOFError) as error:
             raise ValueError(f"not readable in {folder} ({error!r})") from error
-        images = torch.as_tensor(part.data)
-        images = images[..., None] if images.dim() == 3 else images
-        parts.append((images.permute(0, 3, 1, 2), torch.as_tensor(part.targets)))
+        images = torch.from_numpy(part.data).permute(0, 3, 1, 2)
+        parts.append((images, torch.as_tensor(part.targets)))
     return parts
 
 
@@ -236,8 +218,7 @@ def load(name, folder=None, download=False, image_size=224, num_images=1000, see
     elif name == "fake":
         train, val = random_images(num_images, image_size, seed)
     else:
-        train, val = from_torchvision(name, folder, download)
-    num_classes = 100 if name == "cifar100" else 10
-    padding = 4 if name.startswith("cifar") else 0
-    train_set = ImagesInMemory(*train, num_classes, padding, seed)
-    return train_set, ImagesInMemory(*val, num_classes)
+        train, val = cifar10(folder, download)
+    padding = 4 if name == "cifar10" else 0
+    train_set = ImagesInMemory(*train, 10, padding, seed)
+    return train_set, ImagesInMemory(*val, 10)

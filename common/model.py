@@ -53,24 +53,10 @@ class SmallResNet(nn.Sequential):
         )
 
 
-def replace_last_layer(model, num_classes):
-    """Give a pretrained classifier a new last layer, for another number of classes."""
-    layers = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear)}
-    if not layers:
-        raise ValueError("the network does not end with a linear layer")
-    name, last = list(layers.items())[-1]
-    model.set_submodule(name, nn.Linear(last.in_features, num_classes))
-
-
-def from_torchvision(name, channels, num_classes, image_size, pretrained):
+def from_torchvision(name, channels, num_classes, image_size):
     """Return a torchvision classifier; see `make_model`."""
-    if pretrained:
-        model = torchvision.models.get_model(name, weights="DEFAULT")
-        replace_last_layer(model, num_classes)
-    else:
-        model = torchvision.models.get_model(name, num_classes=num_classes)
-    is_resnet = isinstance(model, torchvision.models.ResNet)
-    if is_resnet and image_size <= 64 and not pretrained:
+    model = torchvision.models.get_model(name, num_classes=num_classes)
+    if isinstance(model, torchvision.models.ResNet) and image_size <= 64:
         # The usual stem for small images, which a ResNet's first layers would shrink to
         # a quarter of their size.
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
@@ -78,18 +64,16 @@ def from_torchvision(name, channels, num_classes, image_size, pretrained):
     return model
 
 
-def make_model(name, channels, num_classes, image_size, pretrained=False):
+def make_model(name, channels, num_classes, image_size):
     """Return the small network, or torchvision's classifier of that name.
 
     Maps float images [B, channels, image_size, image_size] to logits [B, num_classes].
-    pretrained: with torchvision's weights, which are downloaded. Raises ValueError if
-    the network cannot take such images or returns something else, and OSError if the
-    download fails.
+    Raises ValueError if the network cannot take such images, or returns something else.
     """
     if name == "small":
         return SmallResNet(channels, num_classes)
     try:
-        model = from_torchvision(name, channels, num_classes, image_size, pretrained)
+        model = from_torchvision(name, channels, num_classes, image_size)
         shape = (2, channels, image_size, image_size)
         with torch.no_grad():
             model.eval()(torch.zeros(shape))

@@ -63,12 +63,7 @@ preloaded += os.environ.get("FORKS_PRELOAD", "").split()
 
 
 class CommandError(AssertionError):
-    """A command ended with another exit code than it should; says what it printed.
-
-    reason: the same in one line, if lesson.run raised it.
-    """
-
-    reason = "a command failed"
+    """A command ended with another exit code than it should; says what it printed."""
 
 
 @dataclasses.dataclass

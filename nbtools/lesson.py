@@ -2,19 +2,13 @@
 
 import difflib
 import importlib.util
-import itertools
-import linecache
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import tempfile
 import time
-import traceback
 from pathlib import Path
-
-import torch
 
 from harness import commands
 from harness.sections import ROOT
@@ -23,7 +17,6 @@ from harness.weights import max_abs_diff as max_abs_diff  # for the notebooks
 
 # Seconds for which a command may do nothing. The longest of these waits for a timeout.
 IDLE = 60
-PATIENCE = 10  # the same for programs of an exercise, which do not wait for one
 
 # A temporary folder, which ends with the notebook. Its name in the commands is $WORK.
 _scratch = tempfile.TemporaryDirectory()
@@ -72,34 +65,8 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     if hung or fails is not None and bool(done.returncode) != fails:
         nothing = f"it hangs: it did nothing for {seconds} s"
         ended = nothing if hung else f"exit code {done.returncode}"
-        error = commands.CommandError(f"{ended}: {command}\n{done.stderr}")
-        error.reason = ended if hung else own_error(done.stderr) or ended
-        raise error
+        raise commands.CommandError(f"{ended}: {command}\n{done.stderr}")
     return done
-
-
-def own_error(text):
-    """Return the error of the rank that failed first, and the line that raised it.
-
-    text: what a command printed to standard error. A rank that has lost its connection
-    is there because of another one. Without a traceback it is the last line that is not
-    torchrun's, or nothing.
-    """
-    found, where = [], {}
-    for line in text.splitlines():
-        rank, line = re.fullmatch(r"(?:\[rank(\d+)\]: ?)?(.*)", line).groups()
-        place = re.match(r'  File "(.*)", line (\d+)', line)
-        if place and not re.search("site-packages|/lib/python|^<", place[1]):
-            where[rank] = f"{Path(place[1]).name}, line {place[2]}: "
-        elif where.get(rank, "").endswith(": ") and line.startswith("    "):
-            where[rank] += line.strip()
-        elif re.match(r"(\w+\.)*\w+(Error|Exception)\b", line) and where.get(rank):
-            prefix = f"rank {rank}: " if rank else ""
-            found.append(f"{prefix}{line} ({where[rank].removesuffix(': ')})")
-    lost = re.compile("connection|timed out|timeout|peer|socket", re.IGNORECASE)
-    found.sort(key=lambda each: bool(lost.search(each)))
-    before, *_ = re.split(r"^(?:[EW]\d{4} |Traceback)", text, flags=re.MULTILINE)
-    return (found or before.strip().splitlines()[-1:] or [""])[0]
 
 
 class MissingPackageError(ImportError):
@@ -204,116 +171,3 @@ def show_diff(before, after, section, hunk=None):
     for line in lines:
         color = colors.get(line[0])
         print(f"\x1b[{color}m{line}\x1b[0m" if color else line)
-
-
-def solution(stage, name):
-    """Return what solutions.py of a stage gives to a name, for a check to compare."""
-    return runpy.run_path(str(ROOT / stage / "solutions.py"))[name]
-
-
-def check(exercise):
-    """Run a function that asserts what an exercise asks for, and print if it is solved.
-
-    If it is not, this prints what the assertion says. Of another error it also prints
-    the line of the answer that raised it, and of a command that failed the rank's own
-    error. If it is solved, the comment on top of the solution says why.
-    """
-    try:
-        exercise()
-    except commands.CommandError as error:
-        print(f"Not solved yet: {error.reason}")
-    except AssertionError as error:
-        print(f"Not solved yet: {first_line(error)}")
-    except Exception as error:  # whatever a half-written answer raises
-        kind, line = type(error).__name__, line_of_answer(error, exercise)
-        print(f"Not solved yet: {kind}: {first_line(error)}{line}")
-    else:
-        print(f"Solved. {reason(exercise.__name__)}".rstrip())
-
-
-def assert_repaired(program, original, flags=("", ""), tolerance=1e-5, check=True):
-    """Assert that a repaired program trains on two ranks as the original does on one.
-
-    Both save their weights to the file that is their first argument. flags: what
-    follows it, of the original and of the other; tolerance: the largest difference of a
-    weight; check: whether check_yours.py must find nothing, too. The message is the
-    symptom, and not what cures it.
-    """
-    assert program, f"repair a copy of {original}, and give its name here"
-    two = weights_of(program, 2, flags[1])
-    if check:
-        assert_check_yours(program, quiet=True)
-    one = weights_of(original, 1, flags[0])
-    names = f"it saves {', '.join(two)}, and not {', '.join(one)}"
-    assert one.keys() == two.keys(), names
-    for name in one:
-        off = (one[name] - two[name]).abs().max().item()
-        assert off < tolerance, f"on two ranks, {name} is off by {off:.0e}"
-
-
-def weights_of(program, processes, flags=""):
-    """Run a program that saves its weights to the file that it is given; return them.
-
-    Raises AssertionError if there is no such program, or if it saves nothing.
-    """
-    assert (ROOT / program).is_file(), f"there is no file {program}"
-    file = work / "weights.pt"
-    file.unlink(missing_ok=True)
-    run(
-        f"torchrun --standalone --nproc-per-node={processes} \\\n"
-        f"  {program} $WORK/weights.pt {flags}".rstrip(),
-        quiet=True,
-        seconds=PATIENCE,
-    )
-    assert file.exists(), f"{program} has not saved its weights to that file"
-    return torch.load(file, weights_only=True)
-
-
-def assert_check_yours(program, quiet=False):
-    """Assert that check_yours.py finds nothing in a program, on one and two processes.
-
-    The program saves its weights to the file that is its first argument. The message is
-    the first thing that differs; with `quiet`, nothing else is printed.
-    """
-    assert (ROOT / program).is_file(), f"there is no file {program}"
-    done = run(
-        "python your_own_script/check_yours.py --processes=1,2 \\\n"
-        f"  --patience={PATIENCE} --weights=$WORK/weights.pt \\\n"
-        f"  {program} $WORK/weights.pt",
-        fails=None,
-        quiet=quiet,
-    )
-    first = re.search(r"^  first: (.*)", done.stdout, re.MULTILINE)
-    failed = re.search(r"failed: .*|no model was trained.*", done.stdout)
-    found = first[1] if first else failed[0] if failed else done.stdout.strip()
-    assert not done.returncode, found
-
-
-def first_line(error):
-    return str(error).partition("\n")[0]
-
-
-def line_of_answer(error, exercise):
-    """Return the last line of an answer on the way to an error, or nothing.
-
-    The answer is in the same notebook as the function that checks it, in another cell.
-    """
-    found = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        is_here = frame.f_globals is exercise.__globals__
-        if is_here and file != exercise.__code__.co_filename:
-            source = linecache.getline(file, number).strip()
-            found = f" (line {number}: {source})"
-    return found
-
-
-def reason(name):
-    """Return the comment on top of a solution in this folder, or nothing.
-
-    name: of the function that checks it, such as exercise_1.
-    """
-    file, banner = Path("solutions.py"), f"# ---- {name.replace('_', ' ')} -"
-    _, _, rest = (file.read_text() if file.exists() else "").partition(banner)
-    lines = itertools.takewhile(lambda x: x.startswith("# "), rest.splitlines()[1:])
-    return " ".join(line.removeprefix("# ") for line in lines)

@@ -26,7 +26,8 @@ def warm_up_ddp(wrapped, inputs):
 def warmed_up(model):
     """Return what DistributedDataParallel(model) returns, after one backward pass."""
     wrapped = DistributedDataParallel(model)
-    warm_up_ddp(wrapped, torch.zeros(1, 1, 8, 8))
+    dtype = next(model.parameters()).dtype
+    warm_up_ddp(wrapped, torch.zeros(1, 1, 8, 8, dtype=dtype))
     return wrapped
 
 

@@ -4,10 +4,7 @@ What torch says of a mistake is in test_torch_names_it.py; other faults without 
 are in the notebooks to which their rows lead.
 """
 
-import copy
-import math
 import re
-import sys
 
 import nbformat
 import pytest
@@ -17,11 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common.gpt import GPT
 from harness import commands
 from harness.stages import ROOT
 
@@ -101,19 +96,6 @@ def test_the_optimizers_state_is_not_loaded_beside_gradients(tmp_path, gradients
 
 @release
 @in_group
-def test_a_parameter_group_without_parameters(tmp_path):
-    model = nn.Linear(4, 4)
-    groups = [{"params": [], "lr": 1e-5}, {"params": list(model.parameters())}]
-    both = model, torch.optim.AdamW(groups)
-    take_steps(*both)
-    save(tmp_path, *both)
-    load(tmp_path, *both)
-    with pytest.raises(KeyError, match="betas"):
-        take_steps(*both)
-
-
-@release
-@in_group
 def test_a_scheduler_takes_the_decayed_rate_after_dcp_load(tmp_path):
     before, after = make(), make()
     scheduler, right = CosineAnnealingLR(before[1], 10), make()
@@ -146,49 +128,10 @@ def test_to_empty_unties_weights_unless_they_are_sharded(shard_first):
     assert (model[1].weight is model[0].weight) == shard_first
 
 
-@release
-@in_group
-def test_clipping_weights_of_two_meshes():
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-    parts = [fully_shard(nn.Linear(4, 4), mesh=mesh[name]) for name in "ab"]
-    parts[1](parts[0](torch.ones(2, 4))).square().sum().mul(1000).backward()
-    gradients = [[weight.grad for weight in part.parameters()] for part in parts]
-    norms = [nn.utils.get_total_norm(each).full_tensor() for each in gradients]
-    total = torch.stack(norms).norm()
-    for part in parts:
-        nn.utils.clip_grads_with_norm_(part.parameters(), 1.0, total)
-    clipped = torch.stack([one.full_tensor().norm() for one in sum(gradients, [])])
-    assert total > 1 and abs(clipped.norm() - 1) < 1e-4
-
-
 def test_a_collective_without_a_group():
     words = "Default process group has not been initialized"
     with pytest.raises(ValueError, match=words):
         dist.barrier()
-
-
-def test_weights_of_zero_have_a_norm_of_0_and_a_loss_of_ln_vocabulary():
-    model, tokens = GPT(32, 8, 16, 2, 2), torch.arange(8)[None]
-    nn.utils.vector_to_parameters(
-        torch.zeros(sum(weight.numel() for weight in model.parameters())),
-        model.parameters(),
-    )
-    loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    assert abs(loss.item() - math.log(32)) < 1e-5
-    assert nn.utils.get_total_norm([w.grad for w in model.parameters()]) == 0
-
-
-@release
-def test_a_function_that_is_compiled_for_every_shape():
-    for dynamic, gives_up in ((False, True), (True, False)):
-        program = (
-            "import torch\n"
-            f"f = torch.compile(lambda x: x * 2, backend='eager', dynamic={dynamic})\n"
-            "for size in range(2, 12): f(torch.ones(size))\n"
-        )
-        done = commands.run([sys.executable, "-c", program])
-        assert ("hit config.recompile_limit (8)" in done.stderr) == gives_up
 
 
 # ---- two ranks -----------------------------------------------------------------------
@@ -210,19 +153,6 @@ def norms_of_meshes(_rank):
         assert (abs(one - other) < 1e-4) == equal
 
 
-def reduce_metrics(rank):
-    """Average what a rank has logged, where the other one has logged something else."""
-    metrics = [{"mask": 10.0, "kpt": 100.0}, {"kpt": 200.0, "text": 5.0}][rank]
-    for name, value in metrics.items():
-        total = torch.tensor(value)
-        dist.all_reduce(total)
-        metrics[name] = total.item() / 2
-    assert rank or metrics == {
-        "mask": 105,
-        "kpt": 52.5,
-    }  # of mask and kpt, kpt and text
-
-
 def wrap_only_the_adapters(rank):
     """Wrap a holder of a model's adapters, and call the model: nothing averages."""
     torch.manual_seed(0)
@@ -239,19 +169,6 @@ def wrap_only_the_adapters(rank):
         model.zero_grad()
 
 
-def penalty(rank):
-    """A term of the loss over sharded weights, by full_tensor, is that of a process."""
-    torch.manual_seed(0)
-    one = nn.Linear(4, 4)
-    model, batch = fully_shard(copy.deepcopy(one)), torch.randn(4, 4)
-    terms = [weight.square().sum() for weight in one.parameters()]
-    (one(batch).mean() + sum(terms)).backward()
-    terms = [weight.square().sum().full_tensor() for weight in model.parameters()]
-    (model(batch[2 * rank :][:2]).mean() + sum(terms)).backward()
-    for right, weight in zip(one.parameters(), model.parameters(), strict=True):
-        assert weight.grad.full_tensor().allclose(right.grad)
-
-
 def be_a_rank(rank, function, folder):
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -262,7 +179,7 @@ def be_a_rank(rank, function, folder):
 @release
 @pytest.mark.parametrize(
     "function",
-    [norms_of_meshes, reduce_metrics, wrap_only_the_adapters, penalty],
+    [norms_of_meshes, wrap_only_the_adapters],
 )
 def test_what_two_ranks_do_without_an_error(function, tmp_path):
     calls = [(rank, function, tmp_path) for rank in (0, 1)]

@@ -1,8 +1,4 @@
-"""docs/what_can_be_split.md, *RMS norm*: what a Llama needs, and what a block sends.
-
-The lines of that section are run as they stand. What a step sends of the other ways is
-counted by the tests of the stages.
-"""
+"""docs/what_can_be_split.md, *RMS norm*: the lines that a Llama needs, as they stand."""
 
 import copy
 import re
@@ -22,7 +18,6 @@ from torch.nn import functional
 
 from common.gpt import GPT
 from harness import commands
-from harness.counting import Collectives
 from harness.stages import ROOT
 from tests import fsdp_ranks
 
@@ -71,11 +66,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def make(depth):
+def make():
     """Return a GPT with the blocks of a Llama."""
     torch.manual_seed(0)
-    model = GPT(32, 16, WIDTH, depth, heads=4)
-    model.blocks = nn.ModuleList(Block() for _ in range(depth))
+    model = GPT(32, 16, WIDTH, depth=2, heads=4)
+    model.blocks = nn.ModuleList(Block() for _ in range(2))
     model.norm = nn.RMSNorm(WIDTH)
     return model.double()
 
@@ -101,35 +96,18 @@ def backward(model):
     return model
 
 
-def count(lines):
-    """Return how many activations a block all-reduces, forward and backward."""
-    found = []
-    for depth in (1, 2):
-        with Collectives() as collectives:
-            backward(split(make(depth), lines))
-        sizes = [call[3] for call in collectives.seen if call[0] == "all_reduce"]
-        found.append(sizes.count(TOKENS.numel() * WIDTH * 8))
-    return found[1] - found[0]
-
-
 def train(_rank, _processes):
-    """Return how often a block adds up, how far its gradients are from one process's.
-
-    Without the entry for the layers that share an input, with it, and with neither.
-    """
-    only_norms = LINES.rpartition("plan |=")[0]
+    """Return how far the gradients are from those of one process."""
     with pytest.raises(AssertionError, match="Redistribution from one partial type"):
-        count("")
-    model = make(2)
+        backward(split(make(), ""))
+    model = make()
     one, split_model = backward(copy.deepcopy(model)), backward(split(model, LINES))
     pairs = zip(one.parameters(), split_model.parameters(), strict=True)
-    off = [(a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs]
-    return count(only_norms), count(LINES), max(off)
+    return max((a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs)
 
 
 def test_the_lines_of_the_page_give_the_gradient_of_one_process(tmp_path):
-    """An all-reduce sends an activation twice: 4 of them are 8 L A, and 7 are 14."""
+    """Without them, there is an error."""
     calls = [(train, rank, 2, tmp_path) for rank in range(2)]
     commands.call_in_forks(fsdp_ranks.in_group, calls)
-    plain, shared, off = torch.load(tmp_path / "0.pt")
-    assert (plain, shared) == (7, 4) and off < 1e-12
+    assert torch.load(tmp_path / "0.pt") < 1e-12

@@ -43,7 +43,6 @@ WRONG_WITH_IMAGES = {
     "an unknown data set": (["--data", "mnist"], "--data: "),
     "an unknown model": (["--arch", "resnet19"], "--arch resnet19: neither 'small'"),
     "a model for larger images": (["--arch", "vgg11"], "--arch vgg11: cannot take"),
-    "weights of the small model": (["--pretrained"], "--pretrained: "),
     "no data directory": (
         ["--data", "cifar10", "--data-dir", "{tmp}/none"],
         "none: no such directory",
