@@ -36,21 +36,20 @@ def call_after(owner, name, function):
 def record(folder):
     """Save what this rank did to folder/rank-R.pt, when the script ends.
 
-    It is a dict. `batches` and `noise`: the samples of each step, and the noise drawn
-    for them; `sums`: what each evaluation has after its all-reduce; `ranks`: the number
-    of processes; `saves`: how often torch.save was called; `elements`: how many of the
-    gradient's elements this rank has.
+    It is a dict. `noise`: what is drawn for the samples of each step; `sums`: what each
+    evaluation has after its all-reduce; `ranks`: the number of processes; `saves`: how
+    often torch.save was called; `elements`: how many of the gradient's elements this
+    rank has.
     """
     torch.set_default_dtype(torch.float64)
-    seen = {"batches": [], "noise": [], "sums": [], "saves": 0}
+    seen = {"noise": [], "sums": [], "saves": 0}
     save = torch.save
 
-    def drawn(noise, points):
-        seen["batches"].append(points.cpu())
+    def drawn(noise, _):
         seen["noise"].append(noise.cpu())
 
     def reduced(_, tensor, *op):
-        if not op:  # fsdp.py also asks for a maximum
+        if not op:  # fsdp_resumable.py also asks for a maximum
             seen["sums"].append(tensor.tolist())
         seen["ranks"] = dist.get_world_size()
 

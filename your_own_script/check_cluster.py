@@ -16,10 +16,8 @@ Copy this file: it needs torch (2.11 or later) and Python 3.10 or later, nothing
 """
 
 import argparse
-import collections
 import faulthandler
 import functools
-import itertools
 import json
 import os
 import platform
@@ -28,7 +26,6 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 import uuid
 from dataclasses import dataclass
 from dataclasses import field
@@ -56,12 +53,9 @@ class Run:
     device: torch.device = torch.device("cpu")
     store: dist.Store = None
     token: str = ""  # the name of a file that rank 0 writes
-    groups: dict = field(default_factory=dict)  # {what they connect: process group}
-    hosts: dict = field(
-        default_factory=dict
-    )  # {rank: host} of those that have answered
+    # {rank: host} of those that have answered
+    hosts: dict = field(default_factory=dict)
     checks: int = 0  # so many have begun
-    end: float = 0  # of the last one, when all have to have answered
     problems: int = 0  # that they have found
 
     def names(self, ranks):
@@ -77,19 +71,19 @@ class Fault(Exception):  # noqa: N818 (it is a finding, not an error of this pro
 
 def ranks_by(values):
     """Return {value: [ranks]} for {rank: value}."""
-    ranks = collections.defaultdict(list)
+    ranks = {}
     for rank, value in values.items():
-        ranks[value].append(rank)
+        ranks.setdefault(value, []).append(rank)
     return ranks
 
 
 def numbered(ranks):
-    """Return ranks as text: [0, 1, 2, 5] is "ranks 0-2, 5", and [3] is "rank 3"."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        first, *_, last = [rank for _, rank in run] * 2
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+    """Return ranks as text: "rank 3", "ranks 0-2" if none is left out, "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 # ---- flags and the launcher's variables ----------------------------------------------
@@ -143,46 +137,19 @@ def check(run, name, work, compare=None):
     processes if a rank is missing or stuck.
     """
     run.checks += 1
-    run.end = time.monotonic() + run.args.timeout + GRACE
+    end = time.monotonic() + run.args.timeout + GRACE
     keys = [f"{run.checks}/{rank}" for rank in range(run.world_size)]
-    timer = threading.Timer(run.args.timeout, give_up, (run, name, keys))
-    timer.daemon = True
-    timer.start()
     # If rank 0 is stuck, so is its store: then print where, and exit with code 1.
     faulthandler.dump_traceback_later(run.args.timeout + 4 * GRACE, exit=True)
-    try:
-        outcome = "done", work(run)
-    except Exception as error:
-        outcome = "failed", text_of(error)
-    timer.cancel()
-    if run.store.check([keys[run.rank]]):  # the timer was first: it ends this process
-        time.sleep(10 * GRACE)
-    run.store.set(keys[run.rank], json.dumps([run.host, *outcome]))
-    return conclude(run, name, keys, compare)
-
-
-def give_up(run, name, keys):
-    """Say where this rank is stuck, from another thread, and end the process."""
-    stack = traceback.extract_stack(
-        sys._current_frames()[threading.main_thread().ident]
-    )
-    at = [frame for frame in stack if frame.filename == __file__][-1]
-    where = f"did not finish within {run.args.timeout:g} s: line {at.lineno}, {at.line}"
-    run.store.set(keys[run.rank], json.dumps([run.host, "late", where]))
-    conclude(run, name, keys)
-
-
-def conclude(run, name, keys, compare=None):
-    """Wait for the outcomes of all ranks, and print what is wrong on rank 0."""
-    wait_for(run.store, keys, run.end)
+    run.store.set(keys[run.rank], json.dumps([run.host, *attempt(run, work)]))
+    wait_for(run.store, keys, end)
     outcomes = {"done": {}, "failed": {}, "late": {}}
     for rank, key in enumerate(keys):
         if run.store.check([key]):
             run.hosts[rank], kind, value = json.loads(run.store.get(key))
             outcomes[kind][rank] = value
         else:
-            what = f"did not arrive within {run.args.timeout:g} s"
-            outcomes["late"][rank] = what
+            outcomes["late"][rank] = f"did not arrive within {run.args.timeout:g} s"
     text, problems = "all ranks", []
     if compare and outcomes["done"]:
         text, problems = compare(run, outcomes["done"])
@@ -195,6 +162,25 @@ def conclude(run, name, keys, compare=None):
     if outcomes["late"]:
         finish(run)
     return not problems
+
+
+def attempt(run, work):
+    """Do a rank's part of a check in another thread, which this one can give up.
+
+    Returns what became of it, "done", "failed" or "late", and the result or a text.
+    """
+    outcome = []
+
+    def do():
+        try:
+            outcome[:] = "done", work(run)
+        except Exception as error:
+            outcome[:] = "failed", text_of(error)
+
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    thread.join(run.args.timeout)
+    return outcome or ("late", f"did not finish within {run.args.timeout:g} s")
 
 
 def wait_for(store, keys, end):
@@ -256,7 +242,7 @@ def connect(run):
 
 
 def get_facts(run):
-    """Return what has to be the same on all ranks, and what on one rank alone.
+    """Return what has to be the same on all ranks, and the name of this rank's GPU.
 
     NCCL's version is the one for which torch was built.
     """
@@ -269,14 +255,13 @@ def get_facts(run):
         "WORLD_SIZE": run.world_size,
         "device": "cpu",
     }
-    alone = {"LOCAL_RANK": run.local_rank}
+    gpu = None
     if run.device.type == "cuda":
         if run.local_rank >= (count := torch.cuda.device_count()):
             raise Fault(f"local rank {run.local_rank} has no GPU: it sees {count}")
-        torch.cuda.set_device(run.device)
         properties = torch.cuda.get_device_properties(run.device)
-        same["device"], alone["GPU"] = properties.name, str(properties.uuid)
-    return same, alone
+        same["device"], gpu = properties.name, str(properties.uuid)
+    return same, gpu
 
 
 def compare_facts(run, facts):
@@ -289,11 +274,9 @@ def compare_facts(run, facts):
             continue
         texts = [f"{value} on {run.names(ranks)}" for value, ranks in values.items()]
         problems.append(f"{name} {', '.join(texts)}")
-    for name in ("LOCAL_RANK", "GPU"):
-        uses = {r: (run.hosts[r], alone.get(name)) for r, (_, alone) in facts.items()}
-        for (_, value), ranks in ranks_by(uses).items():
-            if value is not None and len(ranks) > 1:
-                problems.append(f"{run.names(ranks)} have one {name} together")
+    for gpu, ranks in ranks_by({r: gpu for r, (_, gpu) in facts.items()}).items():
+        if gpu and len(ranks) > 1:
+            problems.append(f"{run.names(ranks)} have one GPU together")
     shown.append(f"nodes: {len({*run.hosts.values()})}")
     return ", ".join(shown), problems
 
@@ -315,8 +298,8 @@ def share_file(folder, run):
         raise Fault("it cannot write there")
 
 
-def join_groups(run):
-    """Make the process group of all ranks, and one of the ranks of each node."""
+def join_group(run):
+    """Make the process group of all ranks."""
     # gloo says what failed when its own time is over. NCCL would end the process.
     cuda = run.device.type == "cuda"
     limit = timedelta(seconds=run.args.timeout * (20 if cuda else 0.8))
@@ -329,34 +312,26 @@ def join_groups(run):
         timeout=limit,
         device_id=run.device if cuda else None,
     )
-    nodes = [*ranks_by(run.hosts).values()]
-    if 1 < len(nodes) < run.world_size:
-        own, _ = dist.new_subgroups_by_enumeration(nodes, timeout=limit)
-        run.groups["within each node"] = own
-    among = "within the node" if len(nodes) == 1 else "between nodes"
-    run.groups[among] = dist.group.WORLD
 
 
-def time_all_reduce(mib, among, run):
+def time_all_reduce(mib, run):
     """Return the median of an all-reduce's seconds, and its bandwidth.
 
-    mib: of the tensor, in float32; among: which of run.groups. The bandwidth, in bytes
-    per second, is the bus bandwidth of nccl-tests: each of n ranks sends 2 (n - 1) / n
-    of the tensor, around a ring.
+    mib: of the tensor, in float32. The bandwidth, in bytes per second, is the bus
+    bandwidth of nccl-tests: each of n ranks sends 2 (n - 1) / n of the tensor, around a
+    ring.
     """
-    group, seconds = run.groups[among], []
-    ranks = dist.get_world_size(group)
-    synchronize = getattr(
-        torch, run.device.type
-    ).synchronize  # GPUs' calls return early
+    seconds, ranks = [], run.world_size
+    # A call on a GPU returns before it is finished.
+    synchronize = getattr(torch, run.device.type).synchronize
     tensor = torch.empty(mib * 2**18, device=run.device)
     for _ in range(REPETITIONS + 1):
         tensor.fill_(1)
-        dist.all_reduce(torch.ones(1, device=run.device), group=group)  # begin together
-        synchronize()
+        dist.all_reduce(torch.ones(1, device=run.device))  # begin together
+        synchronize(run.device)
         start = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
-        synchronize()
+        dist.all_reduce(tensor)
+        synchronize(run.device)
         seconds.append(time.perf_counter() - start)
     if not (tensor == ranks).all():
         raise Fault("got a wrong sum")
@@ -378,10 +353,10 @@ def main():
         for folder in run.args.folder:
             check(run, f"folder {folder}", functools.partial(share_file, folder))
         # After a problem, all-reduces would only fail in a way that is harder to read.
-        good = good and check(run, "process group", join_groups)
-        for among, mib in itertools.product(run.groups, run.args.mib):
-            work = functools.partial(time_all_reduce, mib, among)
-            title = f"all_reduce of {mib} MiB {among}"
+        good = good and check(run, "process group", join_group)
+        for mib in run.args.mib:
+            work = functools.partial(time_all_reduce, mib)
+            title = f"all_reduce of {mib} MiB"
             good = good and check(run, title, work, show_slowest)
         finish(run)
     except dist.DistError as error:

@@ -4,7 +4,6 @@ import argparse
 import gc
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -117,9 +116,7 @@ def save_checkpoint(folder, epoch, model, optimizer):
 
 def load_latest(folder, model, optimizer):
     """Load the latest checkpoint, of any number of ranks; return its epoch, or 0."""
-    # By the number: as text, epoch-10000 would come before epoch-9999.
-    numbered = [each for each in folder.glob("epoch-*") if each.name[6:].isdecimal()]
-    found = [max(numbered, key=lambda each: int(each.name[6:]), default=None)]
+    found = [max(folder.glob("epoch-*"), default=None)]
     # Rank 0's: otherwise the ranks could resume from different epochs.
     dist.broadcast_object_list(found)
     if found[0] is None:
@@ -128,14 +125,11 @@ def load_latest(folder, model, optimizer):
     # optimizer, if there was no backward pass yet; with optimizer.state_dict() it would
     # load none, and not say so.
     weights, state = get_state_dict(model, optimizer)
-    try:
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
-    except dcp.CheckpointException:  # on all ranks, if one of them cannot read
-        sys.exit(f"{found[0]} cannot be read; remove it to resume from the one before")
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=found[0])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     if dist.get_rank() == 0:
         print(f"resumed from {found[0]}")
-    return int(found[0].name[6:])
+    return int(found[0].name.removeprefix("epoch-"))
 
 
 def main():

@@ -71,19 +71,9 @@ def test_torchrun_with_two_ranks(tmp_path):
     assert first.startswith("processes: 2, gloo, MASTER_ADDR=")
     assert last == "OK" and not done.stderr
     names = ["ranks", f"folder {folder}", "process group"]
-    names.append("all_reduce of 1 MiB within the node")
+    names.append("all_reduce of 1 MiB")
     assert [re.match("ok     (.*?): ", line)[1] for line in lines] == names
     assert not [*folder.iterdir()]
-
-
-@pytest.mark.parametrize("nodes", ["aabb", only_in_release("abc")])
-def test_all_reduces_within_and_between_nodes(nodes, tmp_path):
-    names = {rank: {"SLURMD_NODENAME": node} for rank, node in enumerate(nodes)}
-    done = run_ranks(tmp_path, len(nodes), variables=names)
-    assert [one.returncode for one in done.values()] == [0] * len(nodes), done
-    among = re.findall(r"^ok     all_reduce of 1 MiB (.*):", done[0].stdout, re.M)
-    assert among == ["within each node"] * (nodes == "aabb") + ["between nodes"]
-    assert not done[1].stdout + done[1].stderr
 
 
 # ---- a rank is missing, or stuck -----------------------------------------------------
@@ -104,8 +94,7 @@ def test_a_rank_for_which_the_others_wait(name, tmp_path):
     prepare = {1: partial(act_in, name, signal.SIGSTOP)}
     done = run_ranks(tmp_path, 3, SHORT, prepare=prepare, without=[1])
     assert {one.returncode for one in done.values()} == {1}
-    title = {"all_reduce": "all_reduce of 1 MiB within the node"}.get(name)
-    title = title or "process group"
+    title = {"all_reduce": "all_reduce of 1 MiB"}.get(name, "process group")
     assert f"{title}: rank 1 ({HOST}): did not arrive within 20 s" in problems(done[0])
 
 
@@ -114,11 +103,10 @@ def hang():
     dist.all_reduce = lambda *_, **__: signal.pause()
 
 
-def test_ranks_that_are_stuck_say_where(tmp_path):
+def test_ranks_that_are_stuck_say_so(tmp_path):
     done = run_ranks(tmp_path, 2, SHORT, prepare=dict.fromkeys(range(2), hang))
-    (found,) = problems(done[0])
-    what = f"ranks 0-1 ({HOST}): did not finish within 20 s: line N, dist.all_reduce("
-    assert what in re.sub(r"line \d+", "line N", found)
+    what = f"ranks 0-1 ({HOST}): did not finish within 20 s"
+    assert problems(done[0]) == [f"all_reduce of 1 MiB: {what}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -149,16 +137,14 @@ def test_rank_0_cannot_be_joined(tmp_path):
         ("aa", {"torch": "2.11"}, ["torch 2.15 on rank 0 (a), 2.11 on rank 1 (a)"]),
         ("ab", {"device": "cpu"}, ["device H on rank 0 (a), cpu on rank 1 (b)"]),
         ("aa", {"GPU": "0"}, ["ranks 0-1 (a) have one GPU together"]),
-        ("ab", {"GPU": "0", "LOCAL_RANK": 0}, []),
-        ("aa", {"LOCAL_RANK": 0}, ["ranks 0-1 (a) have one LOCAL_RANK together"]),
+        ("aa", {}, []),
     ],
 )
 def test_ranks_that_do_not_fit(hosts, change, what):
     """No GPU is needed: only what follows from the facts is tested."""
     same = {"torch": "2.15", "device": "H"}
-    facts = {r: (dict(same), {"LOCAL_RANK": r, "GPU": str(r)}) for r in range(2)}
-    for name, value in change.items():
-        facts[1][name not in same][name] = value
+    gpu = change.pop("GPU", "1")
+    facts = {0: (same, "0"), 1: (same | change, gpu)}
     run = check_cluster.Run(*[None] * 5, hosts=dict(enumerate(hosts)))
     assert check_cluster.compare_facts(run, facts)[1] == what
 

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 import transformers
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -26,29 +26,83 @@ from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerFast
 
 from harness import commands
+from harness.stages import ROOT
 from tests import spy
 from tests.conftest import only_in_release
-from tests.hugging_face_harness import FINE_TUNE
-from tests.hugging_face_harness import MAKE_MODEL
-from tests.hugging_face_harness import SCRIPTS
-from tests.hugging_face_harness import command
-from tests.hugging_face_harness import max_abs_diff
-from tests.hugging_face_harness import own_lines
-from tests.hugging_face_harness import pretrained
-from tests.hugging_face_harness import run
-from tests.hugging_face_harness import saved
-from tests.hugging_face_harness import train_before
+from tests.training import TRANSFORMERS
 from tests.training import load_program
 from tests.training import losses
 from tests.training import replace_once
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]
+commands.preloaded += TRANSFORMERS
 
+SCRIPTS = ROOT / "your_own_script/hugging_face"
+FINE_TUNE, MAKE_MODEL = SCRIPTS / "fine_tune.py", SCRIPTS / "make_model.py"
+PLAIN = ROOT / "tests/plain_fine_tune.py"
 PAGE = (SCRIPTS / "README.md").read_text()
 DOUBLE = ("--dtype=float64", "--epochs=2", "--batch-size=48")
 SAMPLES = 480  # of an epoch, whose last batch is dropped
 SAVE = "--checkpoint-dir=checkpoints"
 LORA = "--lora-rank=4"
+
+
+def command(script, processes, *arguments):
+    """Return the words that start a script; processes: 0 for one without torchrun."""
+    if not processes:
+        return ["python", script, *arguments]
+    launch = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    return [*launch, script, *arguments]
+
+
+def run(words, folder, code=0, prepare=None):
+    """Run a script in forks, in the folder `folder`/work; return a commands.Done."""
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    options = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < 2:
+        options["CUDA_VISIBLE_DEVICES"] = ""
+    # A changed copy can be beside a script.
+    prepare = functools.partial(spy.import_again, ("fine_tune", "sharded"), prepare)
+    options |= {"forks": True, "cwd": work, "prepare": prepare}
+    return commands.run(words, folder, code, **options)
+
+
+def saved(folder):
+    """Return the weights that a script has written."""
+    (path,) = (folder / "work").glob("*/*.safetensors")
+    return load_file(path)
+
+
+def max_abs_diff(one, other):
+    """Return the largest difference of two models' weights, which have equal names."""
+    assert one.keys() == other.keys()
+    return max(
+        (one[name].double() - other[name].double()).abs().max().item() for name in one
+    )
+
+
+@functools.cache
+def models():
+    """Return the folder of what `pretrained` makes."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def pretrained(kind):
+    """Return the folder of a small random model of this kind, by make_model.py."""
+    folder = Path(models().name, kind)
+    run(command(MAKE_MODEL, 0, kind), folder)
+    return folder / "work" / kind
+
+
+def train_plainly(model, folder):
+    """Train in one process without FSDP, in the order of fine_tune.py's samples."""
+    for script in (PLAIN, *SCRIPTS.glob("*.py")):  # which it imports
+        shutil.copy(script, folder)
+    prepare = functools.partial(spy.exact_norm_and_shuffle, SAMPLES)
+    done = run(command(folder / PLAIN.name, 0, model, *DOUBLE), folder, prepare=prepare)
+    return done.stdout, saved(folder)
 
 
 def train(model, processes, folder, *flags):
@@ -72,7 +126,7 @@ def trained(tmp_path_factory):
     def get(kind="llama", processes=1, *flags):
         folder = tmp_path_factory.mktemp(f"{kind}-{processes}")
         if not processes:
-            found = train_before(pretrained(kind), DOUBLE, SAMPLES, folder)
+            found = train_plainly(pretrained(kind), folder)
         else:
             found = train(pretrained(kind), processes, folder, *flags)
         return folder, *found
@@ -302,13 +356,13 @@ def test_a_small_model_of_a_folder_is_checked(tmp_path):
     """It is loaded as by from_pretrained; a buffer that was not computed is named."""
     config = transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path / "large")
-    words = command(MAKE_MODEL, 1, tmp_path / "large", "--check")
+    words = command(MAKE_MODEL, 0, tmp_path / "large", "--check")
     made, said = run(words, tmp_path).stdout.splitlines()
     assert re.fullmatch(r"small: \d{3},\d{3} parameters", made)
     assert said == "loaded as by from_pretrained" and f"\n   {said}\n" in PAGE
     copy = shutil.copytree(SCRIPTS, tmp_path / "copy")
     replace_once(copy / "sharded.py", ("    model.initialize_weights()\n", ""))
-    words = command(copy / MAKE_MODEL.name, 1, "llama", "--check")
+    words = command(copy / MAKE_MODEL.name, 0, "llama", "--check")
     prepare = functools.partial(torch.use_deterministic_algorithms, True)  # to nan
     _, first, second = run(words, tmp_path, 1, prepare).stdout.splitlines()
     assert first.startswith("buffers with other values: model.rotary_emb.inv_freq")
@@ -316,26 +370,14 @@ def test_a_small_model_of_a_folder_is_checked(tmp_path):
 
 
 # ---- bad input -----------------------------------------------------------------------
-def edit_config(folder, **changes):
-    """Change entries of a folder's config.json."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def spoil(what, llama, folder):
-    """Make a folder that is no model that fine_tune.py takes, of a Llama's."""
-    if what == "no weights":
-        folder.mkdir()
-    elif what == "no head":
+    """Make a folder that is not a model that fine_tune.py takes, of a Llama's."""
+    folder.mkdir()
+    if what != "no weights":
         AutoModel.from_pretrained(llama).save_pretrained(folder)
-        edit_config(folder, architectures=["LlamaForCausalLM"])
-    elif what == "a base model":
-        AutoModel.from_pretrained(llama).save_pretrained(folder)
-    else:
-        folder.mkdir()
-        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
-        shutil.copy(llama / "config.json", folder)
-        edit_config(folder, model_type="nonesuch")
+    if what == "no head":
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace("LlamaModel", "LlamaForCausalLM"))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +386,6 @@ def spoil(what, llama, folder):
         ("no weights", r"argument model: there is no \*.safetensors in \S+"),
         ("no head", "lm_head.weight is not in the files of .*"),
         ("a base model", "config.json is of a LlamaModel, not of a Llama.*"),
-        ("an unknown one", ".* has model type `nonesuch` but .*"),
         ("--batch-size=10", r".* must be divisible by .* \(4\)"),
         ("--batch-size=512", ".* more than the 505 .*"),
         ("--data=a.jsonl", "--data and --val-data go together"),
@@ -359,7 +400,9 @@ def test_bad_input_gets_one_line(what, line, tmp_path):
         folder, flags = tmp_path / "model", ()
         spoil(what, pretrained("llama"), folder)
     done = run(command(FINE_TUNE, 2, folder, *flags), tmp_path, code=2)
-    (said,) = {each for rank in done.ranks for each in own_lines(rank.stderr)}
+    lines = {line for rank in done.ranks for line in rank.stderr.splitlines()}
+    # On some CPUs, bitsandbytes prints something when peft imports it.
+    (said,) = [each for each in lines if "CPU gemm_4bit" not in each]
     assert re.fullmatch(f"fine_tune.py: error: {line}", said), said
 
 

@@ -18,11 +18,15 @@ from transformers import AutoModelForImageTextToText
 from transformers import AutoModelForSeq2SeqLM
 
 from harness import commands
+from harness.stages import ROOT
 from tests.conftest import only_in_release
-from tests.hugging_face_harness import SCRIPTS
+from tests.training import TRANSFORMERS
 from tests.training import load_program
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]
+commands.preloaded += TRANSFORMERS
+
+SCRIPTS = ROOT / "your_own_script/hugging_face"
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}

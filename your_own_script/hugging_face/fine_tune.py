@@ -109,14 +109,12 @@ def read_dataset(path, tokenizer, length):
     A line is {"text": "..."}, which is cut, or {"messages": [...]}, of which the last
     answer has labels; what is longer is left out. Raises ValueError for another line.
     """
+    chat = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     samples = []
     for number, line in enumerate(path.open(), start=1):
         try:
             text, messages = map(json.loads(line).get, ("text", "messages"))
             if messages:
-                chat = functools.partial(
-                    tokenizer.apply_chat_template, return_dict=False
-                )
                 tokens = chat(messages)
                 prompt = chat(messages[:-1], add_generation_prompt=True)
                 if tokens[: len(prompt)] != prompt:
@@ -157,10 +155,8 @@ def make_loaders(parser, args):
     if args.data:
         try:
             tokenizer = AutoTokenizer.from_pretrained(args.model)
-            train_set, val_set = (
-                read_dataset(path, tokenizer, args.length)
-                for path in (args.data, args.val_data)
-            )
+            train_set = read_dataset(args.data, tokenizer, args.length)
+            val_set = read_dataset(args.val_data, tokenizer, args.length)
         except (OSError, ValueError) as error:
             parser.error(str(error).partition("\n")[0])
     if len(train_set) < args.batch_size:  # an incomplete batch is dropped
@@ -190,10 +186,9 @@ def make_loaders(parser, args):
 # ---- the model -----------------------------------------------------------------------
 def load_model(args, device, mesh):
     """Return the sharded model, with frozen weights and adapters for --lora-rank."""
+    dtype = getattr(torch, args.dtype)
     # It has no memory yet, so no rank ever holds it whole.
-    model = sharded.make_model(
-        args.model, AutoModelForCausalLM, getattr(torch, args.dtype)
-    )
+    model = sharded.make_model(args.model, AutoModelForCausalLM, dtype)
     if args.lora_rank:
         # Before fully_shard: adapters that are added later are not sharded, and their
         # gradients are not averaged.
@@ -222,11 +217,11 @@ def add_adapters(model, rank):
     )
     with torch.device("meta"):
         adapted = peft.get_peft_model(model, config)
+    # The adapters are trained in float32; in float64, if the others have it.
+    dtype = torch.promote_types(model.dtype, torch.float32)
     for weight in adapted.parameters():
-        if weight.requires_grad:  # trained in float32; in float64, if all are
-            weight.data = weight.data.to(
-                torch.promote_types(model.dtype, torch.float32)
-            )
+        if weight.requires_grad:
+            weight.data = weight.data.to(dtype)
     return adapted
 
 

@@ -75,14 +75,14 @@ def set_sizes(config, sizes):
                 setattr(config, name, size)
 
 
-def make_config(kind, *sizes):
+def make_config(kind):
     """Return the configuration of one of KINDS, or of a folder's model, made small."""
     if kind in KINDS:
         config = AutoConfig.for_model(**KINDS[kind].to_dict())
         config.architectures = [CLASSES[config.model_type]]
     else:
         config = AutoConfig.from_pretrained(kind)
-    return shrink(config, *sizes)
+    return shrink(config)
 
 
 def find_differences(model, plain):
@@ -120,14 +120,12 @@ def main():
     add("kind", help=f"{', '.join(KINDS)}, or a folder")
     add("--out", help="the folder to write; by default KIND, or small")
     add("--check", action="store_true", help="compare what is loaded")
-    for name, size in (("vocab-size", 256), ("width", 64), ("depth", 4)):
-        add(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     if args.kind not in KINDS and not Path(args.kind, "config.json").exists():
         parser.error(f"{args.kind} is none of {', '.join(KINDS)}, nor has config.json")
     out = args.out or (args.kind if args.kind in KINDS else "small")
     try:
-        config = make_config(args.kind, args.vocab_size, args.width, args.depth)
+        config = make_config(args.kind)
         (name,) = config.architectures or ["none"]
         model_class = getattr(transformers, name)
     except (ValueError, AttributeError) as error:  # of a kind that transformers lacks

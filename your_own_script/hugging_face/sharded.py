@@ -220,9 +220,8 @@ def gather_weights(model, frozen=True):
     options = state_dict.StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
     )
-    return select(
-        model, state_dict.get_model_state_dict(model, options=options), frozen
-    )
+    weights = state_dict.get_model_state_dict(model, options=options)
+    return select(model, weights, frozen)
 
 
 def make_plain(model, dtype):
