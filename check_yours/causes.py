@@ -78,7 +78,7 @@ def diagnose(c):
 
 def explain(c, d):
     """Give a finding the row that applies first."""
-    d.n, d.nodes, d.label = c.n, c.nodes > 1, c.label(d.s)
+    d.n, d.label = c.n, c.label(d.s)
     d.which = compare.name_them(d.names) if d.names else ""
     # why the weights are unequal, if they are
     off = d.kind in ("order", "files") or d.kind == "draws" and not d.drawn

@@ -378,7 +378,7 @@ def ranks_part(c):
     """Return where the ranks part from each other first, for certain."""
     for s in range(c.steps):
         _, steps = c.at(s)
-        d = own_start(c, s, steps) or own_gradients(c, s, steps)
+        d = own_start(c, s) or own_gradients(c, s, steps)
         d = d or own_options(c, s) or own_state(c, s, steps) or own_weights(c, s, steps)
         if d:
             d.between, d.silent, d.passes = True, True, passes_of(steps)
@@ -387,11 +387,10 @@ def ranks_part(c):
     return None
 
 
-def own_start(c, s, steps):
+def own_start(c, s):
     starts = [(trace.starts or [{}])[0] for trace in c.ranks]
     if s == 0 and (names := unequal_between_ranks(starts)):
-        late = {*names} <= {*steps[0].facts["late"], *steps[0].facts["outside"]}
-        return Finding("start", s, place="own start", names=names, late=late)
+        return Finding("start", s, place="own start", names=names)
     return None
 
 
@@ -418,7 +417,7 @@ def own_gradients(c, s, steps):
         d.unsynced = None if forward["sync"] else forward["at"]
     d.bare = first.forward and all(f["how"] == "bare" for f in first.forward)
     d.past = first.grad[-1]["at"] if first.grad and not first.backward else None
-    d.several, d.mesh = len(first.backward) > 1, smaller_mesh(c)
+    d.mesh = smaller_mesh(c)
     return d
 
 
@@ -477,7 +476,7 @@ def options_part(c, s, one, alone, other, trace):
         for name in (k for k in a if k in b and not isclose(a[k], b[k], rel_tol=1e-12)):
             values = {"x": a[name], "y": b[name], "one": one, "other": other}
             d = Finding("options", s, name=name, **values)
-            d.members, d.scheduled = name == "parameters", False
+            d.scheduled = False
             if "initial_lr" in a:
                 d.scheduled = a["initial_lr"] == b.get("initial_lr")
             factor = b[name] / a[name] if a[name] else inf
@@ -678,7 +677,7 @@ def what_is_carried(c, s):
     differ = []
     for k in range(max(s - 1, 0), s + 1):
         one, steps = c.at(k)
-        each = [(step.forward or [{}])[0].get("carried") for step in (one, *steps)]
+        each = [carried_in(step) for step in (one, *steps)]
         if None in each:
             return None
         names = unequal_between_ranks(each[1:])
@@ -686,6 +685,16 @@ def what_is_carried(c, s):
         differ.append([x for x in names if "running_" not in x])
     new = [name for name in differ[-1] if s < 2 or name not in differ[0]]
     return name_them(list(dict.fromkeys(new))) if new else None
+
+
+def carried_in(step):
+    """Return what is carried into a step; None after the steps of which it is noted."""
+    if not step.forward or "carried" not in step.forward[0]:
+        return None
+    later = [line["carried"] for line in step.carries]  # of what is called later in it
+    return {
+        n: x for each in (*later, step.forward[0]["carried"]) for n, x in each.items()
+    }
 
 
 # ---- the samples ---------------------------------------------------------------------
@@ -721,6 +730,7 @@ def samples_part(c, s):
     d.by_local = copies and c.n > len(by_local) > 1
     facts_of_loaders(c, d)
     reads_all = d.reads_all or d.alike or many > 1.5 * total
+    reads_all = reads_all or d.sampler == "WeightedRandomSampler"
     d.all_of_them = d.loader and not d.replicas and reads_all
     d.last = is_last_of_pass(c, s) and (d.pads or many != total)
     if base and one.number:
@@ -862,9 +872,7 @@ def nothing_is_trained(c):
         first = trace.all["start"][last["optimizer"]]
         pairs = zip(first["weights"].values(), last["weights"].values(), strict=False)
         if all(a == b for a, b in pairs):
-            d = Finding("nothing", 0, silent=True, lost=first["lost"])
-            d.gradient = any(step.facts["gradients"] for step in trace.steps)
-            yield d
+            yield Finding("nothing", 0, silent=True, lost=first["lost"])
             return
 
 
@@ -904,6 +912,7 @@ SILENT = (
 
 # ---- what is printed -----------------------------------------------------------------
 NUMBER = re.compile(r"-?\d+(?:\.(\d+))?(?:e[+-]?\d+)?")
+TIME = re.compile(r".*(time|took|elapsed|/s|\bETA)\W*0|0 ?(m?s|sec\w*|min\w*|\w+/s)\b")
 
 
 def printed_numbers_differ(c):
@@ -914,8 +923,10 @@ def printed_numbers_differ(c):
         for one, other, second in others:
             rows = zip(*(NUMBER.finditer(x) for x in (one, other, second)), strict=True)
             for a, b, x in rows:
-                # what differs between two runs of one process is a time
-                if close(a, x) and not close(a, b, c.n):
+                # what differs between two runs of one process is a time, too
+                text = f"{a.string[max(a.start() - 12, 0) : a.start()]}0"
+                time = TIME.match(text) or TIME.match(f"0{a.string[a.end() :]}")
+                if close(a, x) and not close(a, b, c.n) and not time:
                     facts = {"printed": other.strip(), "alone": one.strip()}
                     yield Finding("printed", c.steps, **facts, **about_metrics(c))
                     return

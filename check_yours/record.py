@@ -323,7 +323,8 @@ class Recorder:
         if not self.depth:
             if next(module.parameters(), None) is None:  # a loss, or an activation
                 if next(module.buffers(), None) is not None:
-                    self.note_carrier(module)
+                    with self.quietly():
+                        self.note_carrier(module)
                 return call(module, *args, **kwargs)
             self.before_outermost(module, args, kwargs)
         self.depth += 1
@@ -479,15 +480,18 @@ class Recorder:
         if not any(module is each for each in self.carriers.values()):
             name = type(module).__name__
             same = sum(each.startswith(name) for each in self.carriers)
-            self.carriers[f"{name} {same + 1}" if same else name] = module
+            name = f"{name} {same + 1}" if same else name
+            self.carriers[name] = module
+            if self.detailed:
+                self.write("carries", carried=self.sketch_carried({name: module}))
 
-    def sketch_carried(self):
+    def sketch_carried(self, carriers=None):
         """Return sketches of the buffers of what is called, and of the weights that no
         optimizer has, as of a teacher.
         """
         owned = {id(p) for _, o in self.optimizers.values() for p in parameters_of(o)}
         found = {}
-        for owner, module in self.carriers.items():
+        for owner, module in (carriers or self.carriers).items():
             pairs = list(module.named_buffers())
             for name, p in module.named_parameters():
                 if not p.requires_grad or self.optimizers and id(p) not in owned:

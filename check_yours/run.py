@@ -330,7 +330,7 @@ def processor_time(groups):
 
 
 EFFECTS = re.compile("connection|timed out|timeout|peer|socket", re.IGNORECASE)
-OTHER_DTYPE = re.compile("must have the same dtype|Float and Double|expected .* dtype")
+OTHER_DTYPE = re.compile("same dtype|scalar type|match weight dtype")
 
 
 def find_cause(err):

@@ -2,18 +2,16 @@
 
 Call `convert_to_float8_training` (`pip install torchao`) first: it replaces each
 `nn.Linear` that your filter picks. Then compile and shard, and make the optimizer last.
-Converted after `fully_shard`, a model fails in its next forward pass. A filter that
-picks nothing converts nothing, without a message: count the layers. The weights stay as
-they are. Each product rounds its two factors to float8, after scaling each so that its
-largest number just fits: three bits of fraction are left in the forward pass, and two
-in a gradient. The scales depend on what a rank has in its batch, so N processes compute
-what one does only up to errors of float8's size. With `emulate=True` it runs on any
-device, rounds in the same way, and is slow.
+A filter that picks nothing converts nothing, without a message: count the layers. The
+weights stay as they are. Each product rounds its two factors to float8, after scaling
+each so that its largest number just fits: three bits of fraction are left in the
+forward pass, and two in a gradient. The scales depend on what a rank has in its batch,
+so N processes compute what one does only up to errors of float8's size. With
+`emulate=True` it runs on any device, rounds in the same way, and is slow.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/float8_fsdp.py
 converted: 4 of 5 linear layers
 loss after 40 steps: 0.5 in bfloat16; in float8 within 0.03 of it
-converted after fully_shard: aten.mm.default got mixed torch.Tensor and DTensor
 """
 
 import gc
@@ -84,11 +82,11 @@ def make(device, *prepare):
     return model
 
 
-def train(model, device, steps=40):
+def train(model, device):
     """Train on this rank's part of the samples; return the last loss, of all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for step in range(steps):
+    for step in range(40):
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(192, 48, generator=generator)[rank::world_size].to(device)
         loss = nn.functional.cross_entropy(
@@ -128,14 +126,6 @@ def main():
     assert 0 < abs(wide - narrow) < 0.03
     text = f"{wide:.1f} in bfloat16; in float8 within 0.03 of it"
     lines.append(f"loss after 40 steps: {text}")
-
-    try:
-        train(make(device, fully_shard, in_float8), device, steps=1)
-        message = ""
-    except RuntimeError as error:
-        message = str(error).partition(",")[0]
-    assert "mixed torch.Tensor and DTensor" in message
-    lines.append(f"converted after fully_shard: {message}")
     if dist.get_rank() == 0:
         print("\n".join(lines))
 

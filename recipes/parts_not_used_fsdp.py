@@ -24,7 +24,6 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard
 
 
@@ -77,8 +76,6 @@ WAYS = {
     "a group for each expert": (shard_each, False, (False, False)),
     "a group for each expert, all are called": (shard_each, True, (True, True)),
 }
-if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-    del WAYS["one group, set_reduce_scatter_unused_params"]
 
 
 def batch(rank, world_size, device):

@@ -9,10 +9,7 @@ draw random numbers, too. The workers get their seeds from the loader's `generat
 seed that by epoch and rank. What is thrown away has to be read again, which takes its
 time. **With torchdata** (`pip install torchdata`), nothing is read again: give the data
 set `state_dict` and `load_state_dict`, and use its StatefulDataLoader, whose state has
-that of the data set in each worker, as of the last batch that you got. A state that was
-taken in the loop after the last batch is of an epoch with nothing left: save the number
-of that epoch with it. Counted as the next epoch, it is an epoch without a step, and
-nothing says so.
+that of the data set in each worker, as of the last batch that you got.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/resume_stream.py
 read again, 0 workers: the uninterrupted run's batches: True
@@ -20,7 +17,6 @@ read again, 2 workers: the uninterrupted run's batches: True
 read again, without the generators' states: the uninterrupted run's batches: False
 StatefulDataLoader, 0 workers: the uninterrupted run's batches: True
 StatefulDataLoader, 2 workers: the uninterrupted run's batches: True
-its state at the end of an epoch: 0 batches left, then 12 in the next epoch
 """
 
 import os
@@ -159,16 +155,6 @@ def main():
         assert len(whole) == BATCHES and (resumed == whole) == expected, name
         if rank == 0:
             print(f"{name}: the uninterrupted run's batches: {expected}", flush=True)
-    batches = make_loader(rank, world_size, 0)
-    for _ in batches:
-        in_the_loop = batches.state_dict()
-    batches = make_loader(rank, world_size, 0)
-    batches.load_state_dict(in_the_loop)
-    left = [len(list(batches)) for _ in range(2)]
-    assert left == [0, BATCHES]
-    if rank == 0:
-        text = f"{left[0]} batches left, then {left[1]} in the next epoch"
-        print(f"its state at the end of an epoch: {text}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,18 @@
 """torch.compile: in which order with DDP and FSDP2, and where is `_orig_mod.` from?
 
 With DDP, call `model.compile()`, and then wrap the model. With FSDP2, call
-`block.compile()` for each block, before `fully_shard(block)` or after it: FSDP's hooks
-then run outside the compiled code, and all blocks of one kind share a graph, so a
-deeper model gives the compiler no more to do. `model.compile()` breaks the graph at the
-hooks of each block, without a message. Both compile in place: the weights keep their
-names. `torch.compile(model)` returns a wrapper instead, which puts `_orig_mod.` before
-the names as DDP puts `module.`. Save the state_dict() of the model itself.
-`torch.compile(DDP(model))` compiles nothing if the model is an nn.Sequential, and
-`DDP(torch.compile(model))` does. (In torch 2.11, `model.compile()` does not compile an
-nn.Sequential either.)
+`block.compile()` for each block, and then `fully_shard(block)`: FSDP's hooks then run
+outside the compiled code, and all blocks of one kind share a graph, so a deeper model
+gives the compiler no more to do. `model.compile()` breaks the graph at the hooks of
+each block, without a message. Both compile in place: the weights keep their names.
+`torch.compile(model)` returns a wrapper instead, which puts `_orig_mod.` before the
+names as DDP puts `module.`. Save the state_dict() of the model itself.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/torch_compile.py
 model.compile(), then DDP: 1 graph, module.up.weight
 DDP(torch.compile(model)): 1 graph, module._orig_mod.up.weight
 torch.compile(DDP(model)): 1 graph, _orig_mod.module.up.weight
-torch.compile(DDP(nn.Sequential(...))): 0 graphs, _orig_mod.module.0.weight
-DDP(torch.compile(nn.Sequential(...))): 1 graph, module._orig_mod.0.weight
 block.compile(), then fully_shard(block): 1 graph, blocks.0.up.weight
-fully_shard(block), then block.compile(): 1 graph, blocks.0.up.weight
 fully_shard(block), then model.compile(): 2 graphs, blocks.0.up.weight
 weights within 1e-12 of those of one process without compile
 """
@@ -86,24 +80,12 @@ class Blocks(nn.Module):
         return three(two(one(self.first(x))))
 
 
-def sequential():
-    """Return two layers without a class of one's own."""
-    return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
-
-
 def compiled_first(model, backend):
     return DistributedDataParallel(torch.compile(model, backend=backend))
 
 
 def wrapped_first(model, backend):
     return torch.compile(DistributedDataParallel(model), backend=backend)
-
-
-def sharded_first(model, backend):
-    for block in model.blocks:
-        fully_shard(block)
-        block.compile(backend=backend, fullgraph=True)
-    return fully_shard(model)
 
 
 def compiled_whole(model, backend):
@@ -119,10 +101,7 @@ ORDERS = {
     "model.compile(), then DDP": (compile_and_wrap, MLP, 1),
     "DDP(torch.compile(model))": (compiled_first, MLP, 1),
     "torch.compile(DDP(model))": (wrapped_first, MLP, 1),
-    "torch.compile(DDP(nn.Sequential(...)))": (wrapped_first, sequential, 0),
-    "DDP(torch.compile(nn.Sequential(...)))": (compiled_first, sequential, 1),
     "block.compile(), then fully_shard(block)": (compile_and_shard, Blocks, 1),
-    "fully_shard(block), then block.compile()": (sharded_first, Blocks, 1),
     "fully_shard(block), then model.compile()": (compiled_whole, Blocks, 2),
 }
 

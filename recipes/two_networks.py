@@ -5,16 +5,12 @@ after each of its calls, the first one inside `no_sync()`, so that the second se
 sum. Then freeze it for the generator's step, and call it there without its wrapper. If
 it is not frozen, and the generator's backward pass comes between the discriminator's
 forward and backward pass, DDP takes the wrong gradients for its own: those of the
-discriminator are no longer averaged, and there is no error. With batch norm, two calls
-before one backward pass end with torch 2.11, but not with 2.14, in a RuntimeError:
-a variable "has been modified by an inplace operation". DDP copies rank 0's buffers to
-all ranks before each call; `broadcast_buffers=False` keeps it from that.
+discriminator are no longer averaged, and there is no error.
 
 $ torchrun --standalone --nproc-per-node=2 recipes/two_networks.py
 the discriminator's step first: equal to one process: True, ranks differ: False
 both losses first: equal to one process: False, ranks differ: True
 both losses first, frozen: equal to one process: True, ranks differ: False
-batch norm, two calls, one backward pass, broadcast_buffers=False: ranks differ: False
 """
 
 import gc
@@ -69,24 +65,23 @@ def losses_first_frozen(*arguments):
     losses_first(*arguments, freeze=True)
 
 
-def make_networks(norm=nn.Identity):
+def make_networks():
     """Return a generator and a discriminator, with the same weights each time."""
     torch.manual_seed(0)
     return [
-        nn.Sequential(nn.Linear(n, 16), norm(16), nn.SiLU(), nn.Linear(16, outputs))
+        nn.Sequential(nn.Linear(n, 16), nn.SiLU(), nn.Linear(16, outputs))
         for n, outputs in ((8, 4), (4, 1))
     ]
 
 
-def train(take_steps, group, norm=nn.Identity, **options):
+def train(take_steps, group):
     """Take 10 steps; return the weights of the discriminator, then of the generator.
 
     group: of all ranks, or of this one alone, which then takes all samples.
     """
-    networks = make_networks(norm)
+    networks = make_networks()
     generator = DistributedDataParallel(networks[0], process_group=group)
-    options["process_group"] = group
-    discriminator = DistributedDataParallel(networks[1], **options)
+    discriminator = DistributedDataParallel(networks[1], process_group=group)
     g_optimizer, d_optimizer = (torch.optim.SGD(n.parameters(), 0.1) for n in networks)
     for step in range(10):
         torch.manual_seed(step)
@@ -127,12 +122,6 @@ def main():
         if dist.get_rank() == 0:
             text = f"equal to one process: {equal}, ranks differ: {differ}"
             print(f"{name}: {text}", flush=True)
-    option = {"broadcast_buffers": False}
-    weights = train(losses_first_frozen, together, nn.BatchNorm1d, **option)
-    assert not (differ := ranks_differ(weights))
-    if dist.get_rank() == 0:
-        text = "batch norm, two calls, one backward pass, broadcast_buffers=False"
-        print(f"{text}: ranks differ: {differ}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from harness.stages import ROOT
 from tests.training import counts
 from tests.training import train
 
-NUM_LEFT_OUT = pytest.StashKey()
 RUNS_NOTEBOOK = re.compile(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]")
 
 
@@ -53,7 +52,6 @@ def pytest_configure(config):
         "long: takes half an hour; only `make test ARGS='-m long -s'` runs it",
     ):
         config.addinivalue_line("markers", line)
-    config.stash[NUM_LEFT_OUT] = 0
     config.option.loadscopereorder = False  # the order below is better
     if config.getoption("--ranks-per-gpu"):  # for harness/commands.py
         os.environ["RANKS_PER_GPU"] = config.getoption("--ranks-per-gpu")
@@ -97,7 +95,6 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=[*left_out])
-        config.stash[NUM_LEFT_OUT] = len(left_out)
 
 
 class Scheduling(LoadFileScheduling):
@@ -122,25 +119,10 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):  # noqa: ARG001 (xdist's; every worker collects all)
-    number = getattr(node, "workeroutput", {}).get("num_left_out", 0)  # not of a crash
-    node.config.stash[NUM_LEFT_OUT] = max(node.config.stash[NUM_LEFT_OUT], number)
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["num_left_out"] = session.config.stash[NUM_LEFT_OUT]
-
-
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             terminalreporter.line(f"{name} {value}")
-    if config.stash[NUM_LEFT_OUT]:
-        wanted = "--release" if config.getoption("--all") else "--all or --release"
-        number = config.stash[NUM_LEFT_OUT]
-        terminalreporter.line(f"{number} tests run only with {wanted}")
 
 
 @pytest.fixture

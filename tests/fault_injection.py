@@ -11,7 +11,6 @@ import argparse
 import errno
 import fnmatch
 import itertools
-import multiprocessing
 import os
 import resource
 import signal
@@ -27,7 +26,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DistributedSampler
 from torchvision import datasets
 
 from harness import commands
@@ -135,21 +133,6 @@ def signalled_while_evaluating(step, name, ranks=RANKS):
         register_module_forward_pre_hook(hook)
 
 
-def signalled_before_handler(call, name):
-    """Have the process get a signal just before it changes its handler another time.
-
-    Every script that catches signals sets a handler for SIGTERM first.
-    """
-    original, count = signal.signal, itertools.count(1)
-
-    def set_handler(number, handler):
-        if number == signal.SIGTERM and next(count) == call:
-            send(name)
-        return original(number, handler)
-
-    signal.signal = set_handler
-
-
 def signalled_from_outside(step, name):
     """Have another process send a signal to this one and its children in a step.
 
@@ -213,21 +196,6 @@ def slow_to_write(seconds):
     sys.addaudithook(hook)
 
 
-def hide_checkpoints(*ranks):
-    """Have these ranks not see the checkpoints, as without a shared disk."""
-    exists, iterdir = Path.exists, Path.iterdir
-
-    def is_hidden(path):
-        return path.name.startswith("step-")
-
-    def remaining(path):
-        return (each for each in iterdir(path) if not is_hidden(each))
-
-    if os.environ["RANK"] in ranks:
-        Path.exists = lambda path: not is_hidden(path) and exists(path)
-        Path.iterdir = remaining
-
-
 def with_flags(*flags, ranks=("1",)):
     """Have these ranks get more flags than the others."""
     original = argparse.ArgumentParser.parse_known_args
@@ -264,20 +232,15 @@ def files_of_cifar():
 
 
 # ---- training ------------------------------------------------------------------------
-def no_step(start_method=None, after=None):
-    """Have every optimizer step fail; start the loaders' workers by this method.
-
-    after: a file for which the step waits before it fails.
-    """
+def no_step(after):
+    """Have every optimizer step fail, after it has waited for a file to be there."""
 
     def fail(*_):
-        if after:
-            print("an optimizer step", flush=True)
-            commands.wait_until(after.exists, commands.LIMIT)
+        print("an optimizer step", flush=True)
+        commands.wait_until(after.exists, commands.LIMIT)
         raise RuntimeError("an optimizer step")
 
     register_optimizer_step_pre_hook(fail)
-    multiprocessing.set_start_method(start_method, force=True)
 
 
 def nan_logits(step, rank=1):
@@ -308,13 +271,3 @@ def weights_kept(step, folder):
         torch.save(weights, Path(folder) / f"{dist.get_rank()}.pt")
 
     at_step(step, register_optimizer_step_post_hook, save)
-
-
-def without_ddp():
-    """Have the script train the bare model, as if the wrapper had been forgotten."""
-    torch.nn.parallel.DistributedDataParallel = lambda model: model
-
-
-def without_set_epoch():
-    """Have the sampler ignore the number of the epoch."""
-    DistributedSampler.set_epoch = lambda *_: None

@@ -20,18 +20,9 @@ from harness.stages import ROOT
 from nbtools import cluster
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
-# How a cluster finds the processes of a job, and the first job's number: job files take
-# a port from a job's number, and those of two clusters must differ.
-TRACKING = {"linuxproc": 5001, "cgroup": 7001}
+# Job files take a port from a job's number: it must not be one of the notebooks' jobs.
+FIRST_JOB = 5001
 EVERY = 0.5  # seconds between questions to Slurm, which take time on a busy machine
-
-
-def missing_for_cgroup():
-    """Return why a cluster cannot find processes by control groups; "" if it can."""
-    mounts = Path("/proc/mounts").read_text()
-    if " /sys/fs/cgroup/freezer cgroup rw" in mounts:
-        return ""
-    return "no control groups of version 1 in /sys/fs/cgroup/freezer"
 
 
 def is_stopped(process):
@@ -47,15 +38,15 @@ class Cluster:
     nodes: the names of its two nodes, as sinfo shows them.
     """
 
-    def __init__(self, folder, tracking="linuxproc"):
+    def __init__(self, folder):
         self.folder = Path(folder)
         self.port = commands.free_ports(3)
         self.nodes = f"node{self.port}-[1-2]"
         self.variables = {
             "LOCAL_CLUSTER": folder,
             "LOCAL_CLUSTER_PORT": self.port,
-            "LOCAL_CLUSTER_PROCTRACK": tracking,
-            "LOCAL_CLUSTER_FIRST_JOB": TRACKING[tracking],
+            "LOCAL_CLUSTER_PROCTRACK": "linuxproc",  # which needs no control groups
+            "LOCAL_CLUSTER_FIRST_JOB": FIRST_JOB,
             **cluster.variables(folder),
         }
 
@@ -96,6 +87,11 @@ class Cluster:
         """Submit a job from the folder `cwd`; return the SlurmJob."""
         number = self.call("sbatch", "--parsable", *words, cwd=cwd, **variables)
         return SlurmJob(self, number.strip(), Path(cwd))
+
+    def submit_urgent(self):
+        """Submit a job that preempts those on both nodes."""
+        words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
+        self.sbatch(*words, "--output=/dev/null", cwd=ROOT)
 
     def submit(
         self,
@@ -226,9 +222,8 @@ class SlurmJob:
 
     def preempt(self):
         """Have a more urgent job take its nodes; return the ranks that it had."""
-        words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
         with self.stopped_until_sigterm() as ranks:
-            self.cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+            self.cluster.submit_urgent()
         return ranks
 
     def send_time_limit_signal(self):

@@ -144,7 +144,7 @@ def run_stage(
     return commands.run(words, folder, code, seconds, **options)
 
 
-def train(stage, processes, flags, folder, forks=False):
+def train(stage, processes, flags, folder):
     """Copy a stage elsewhere and run it from a third folder by its command.
 
     That folder contains another package called `common`, which must not be imported
@@ -155,14 +155,9 @@ def train(stage, processes, flags, folder, forks=False):
     (folder / "common").mkdir()
     (folder / "common/__init__.py").write_text("raise ImportError('the wrong common')")
     flags = [*flags, "--out-dir", "out"]
-    options = {"root": project, "forks": forks, "cwd": folder}
+    options = {"root": project, "forks": False, "cwd": folder}
     done = run_stage(stage, processes, flags, folder, **options)
     return with_results(done, folder / "out")
-
-
-def train_copy_in_forks(stage, processes, flags, folder):
-    """Do as `train` does, in forks instead of by the stage's command."""
-    return train(stage, processes, flags, folder, forks=True)
 
 
 def train_in_forks(stage, processes, flags, folder):

@@ -11,15 +11,18 @@ that has failed takes part in nothing more, so whoever comes to the next collect
 the check waits there, and says nothing else.
 """
 
+import contextlib
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from harness.counting import Count
 from harness.counting import collective_of
+from harness.counting import size
 from harness.counting import tensors_of
 
 
@@ -56,30 +59,24 @@ class Recording(Count):
         return [event for event in self.events if event.name != "wait"]
 
     def __enter__(self):
-        self.patches = [self.patch_wait(dist.Work), self.patch_wait(torch._C.Future)]
+        self.patches = contextlib.ExitStack()
+        for kind in (dist.Work, torch._C.Future):
+            patch = mock.patch.object(kind, "wait", self.noting(kind.wait))
+            self.patches.enter_context(patch)
         return super().__enter__()
 
     def __exit__(self, *error):
-        for patch in self.patches:
-            patch.stop()
+        self.patches.close()
         return super().__exit__(*error)
 
-    def patch_wait(self, kind):
-        wait = kind.wait
+    def noting(self, wait):
+        """Return a wait() that is noted."""
 
-        def noting(*args, **kwargs):
+        def noted(*args, **kwargs):
             self.events.append(Call("wait"))
             return wait(*args, **kwargs)
 
-        patch = mock.patch.object(kind, "wait", noting)
-        patch.start()
-        return patch
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
-            last = dist.get_world_size() - 1  # gloo would wait for a later one
-            assert args[2] <= last, f"there is no rank {args[2]}: the last is {last}"
-        return super().__torch_dispatch__(operation, types, args, kwargs)
+        return noted
 
     def note(self, operation, args, result):
         if name := collective_of(operation):
@@ -92,15 +89,12 @@ class Recording(Count):
 def check_calls(what, recording, wanted, hint=""):
     """Assert that `what` calls these collectives: pairs (name, numbers given)."""
     found = [(call.name, call.numel) for call in recording.calls]
-    assert found == wanted, (
-        f"{what} calls {shown(found)}, and not {shown(wanted)}{hint}"
-    )
-
-
-def shown(calls):
-    """Return pairs (name, numbers given) as text."""
-    texts = [f"{name} of {numel} numbers" for name, numel in calls]
-    return ", ".join(texts) or "no collective"
+    texts = [
+        ", ".join(f"{name} of {numel} numbers" for name, numel in calls)
+        for calls in (found, wanted)
+    ]
+    found_text, wanted_text = (text or "no collective" for text in texts)
+    assert found == wanted, f"{what} calls {found_text}, and not {wanted_text}{hint}"
 
 
 def check_waits(what, recording, hint=""):
@@ -155,3 +149,21 @@ def check_piece(what, piece, right, hint=""):
     assert held == piece.numel(), (
         f"{what} is a view into {held} numbers, which stay in memory: clone it"
     )
+
+
+def tensors_of_object(thing):
+    """Return the tensors of an object, their gradients, and those of its modules."""
+    leaves = tree_leaves(vars(thing))
+    found = [each for each in leaves if torch.is_tensor(each)]
+    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
+    for each in leaves:
+        if isinstance(each, nn.Module):
+            found += tensors_of_object(each)
+    return found
+
+
+def numbers_in(tensors, without=()):
+    """Return how many numbers are in the memory of tensors, except of some others."""
+    without = list(without)
+    held = size([*tensors, *without]) - size(without)
+    return held // torch.get_default_dtype().itemsize

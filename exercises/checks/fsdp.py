@@ -1,36 +1,31 @@
 """Checks fsdp.py: gradients against one process, collectives, and what is held."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from exercises.checks import Recording
 from exercises.checks import check_calls
 from exercises.checks import check_close
 from exercises.checks import check_piece
+from exercises.checks import numbers_in
+from exercises.checks import tensors_of_object
 from exercises.checks import vector_of
+from harness.counting import Kept
 
 SIZES = (12, 14, 15)  # of each block, the weights have 2 * 9 * SIZE numbers
-SMALL = 100  # on three ranks, a piece has no more numbers; each weight has
-# How often gloo gets a millisecond: its threads forget a tensor after wait() returns.
-# On a busy machine, so many sleeps take longer.
-TIMES = 3000
+SMALL = 100  # no activation has more numbers; each weight of a layer has
 
 
 def check(answer, rank):
     n = dist.get_world_size()
     alone, blocks = make_blocks(), make_blocks()
-    holding = Holding([*blocks.parameters()])
+    held = Held([*blocks.parameters()])
     sizes = [len(vector_of(block.parameters())) for block in blocks]
-    probes = [Probe(holding, size) for size in sizes]
+    probes = [Probe(held, size) for size in sizes]
     for block, probe in zip(blocks, probes, strict=True):
         block.insert(1, probe)
-    with holding:
-        model = nn.Sequential(*map(answer.Sharded, blocks))
+    model = held.model = nn.Sequential(*map(answer.Sharded, blocks))
     for sharded, block in zip(model, alone, strict=True):
         found = [*sharded.parameters()]
         assert len(found) == 1, (
@@ -38,7 +33,7 @@ def check(answer, rank):
         )
         right = vector_of(block.parameters()).chunk(n)[rank]
         check_piece("the piece", found[0], right)
-    holding.check_nothing("before the first forward pass")
+    held.check_nothing("before the first forward pass")
     gathers = [("all_gather", size // n) for size in sizes]
     pairs = [*zip(gathers, [("reduce_scatter", size) for size in sizes], strict=True)]
     for step in (1, 2, 3):  # the gradients of 2 are added to those of 1
@@ -46,22 +41,22 @@ def check(answer, rank):
         batch = torch.randn(2 * n, 9)  # of all ranks
         right = alone(batch)
         right.square().mean().backward()
-        with holding:
+        with held.kept, Recording() as forward:
             outputs = model(batch[rank::n])
         check_close("what forward() returns", outputs, right[rank::n])
-        check_calls("the forward pass", holding, gathers)
-        holding.check_nothing("after the forward pass")
+        check_calls("the forward pass", forward, gathers)
+        held.check_nothing("after the forward pass")
         dist.barrier()
-        with holding:
+        with Recording() as backward:
             outputs.square().mean().backward()
-        del outputs
-        check_calls("the backward pass", holding, [*sum(pairs[::-1], ())])
+        held.kept.tensors.clear()
+        check_calls("the backward pass", backward, [*sum(pairs[::-1], ())])
         for sharded, block in zip(model, alone, strict=True):
             right = vector_of(each.grad for each in block.parameters()).chunk(n)[rank]
             (piece,) = sharded.parameters()
             what = f"step {step}: the gradient of the piece"
             check_close(what, piece.grad, right, ": the mean, added to the .grad there")
-        holding.check_nothing("after the backward pass")
+        held.check_nothing("after the backward pass")
         dist.barrier()
         called = [int(probe.calls) for probe in probes]
         assert {*called} == {step}, (
@@ -80,12 +75,11 @@ def check(answer, rank):
     )
     kept = [name for name in model.state_dict() if name.endswith("calls")]
     assert len(kept) == len(probes), "the block's buffers are not in state_dict()"
-    with holding, torch.no_grad():
+    with torch.no_grad():
         outputs = model(batch[rank::n])
-    check_close(
-        "what forward() returns, under no_grad()", outputs, alone(batch)[rank::n]
-    )
-    holding.check_nothing("after a forward pass under no_grad()")
+    right = alone(batch)[rank::n]
+    check_close("what forward() returns, under no_grad()", outputs, right)
+    held.check_nothing("after a forward pass under no_grad()")
 
 
 def make_blocks():
@@ -94,54 +88,29 @@ def make_blocks():
     return nn.Sequential(*(nn.Sequential(*each) for each in layers))
 
 
-class Holding(Recording):
-    """Knows which large tensors are in memory: weights, and results of operations.
+class Held:
+    """Knows which whole weights and gradients are in memory.
 
-    Only on three ranks, where pieces are smaller than weights.
+    Of the tensors that the modules have, of those with which the blocks came, and of
+    the large ones that autograd keeps for the backward pass. model: the modules.
     """
 
-    def __init__(self, weights):
-        super().__init__()
-        self.counts, self.storages = dist.get_world_size() == 3, {}
-        for weight in weights:
-            self.remember(weight)
+    def __init__(self, came):
+        self.came, self.model, self.kept = came, nn.Sequential(), Kept()
 
-    def __enter__(self):
-        self.events.clear()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(operation, types, args, kwargs)
-        self.works.clear()  # they keep their tensors
-        for each in filter(torch.is_tensor, tree_leaves(result)):
-            self.remember(each)
-        return result
-
-    def remember(self, tensor):
-        storage = tensor.untyped_storage()
-        self.storages[storage._cdata] = StorageWeakRef(storage)
-
-    def held(self, limit):
-        """Return how many numbers all large tensors have that are in memory now.
-
-        limit: what is right; as long as it is more, gloo gets some time to forget
-        """
-        for _ in range(TIMES if self.counts else 0):
-            if (found := self.held_now()) <= limit:
-                return found
-            time.sleep(0.001)
-        return self.held_now() if self.counts else 0
-
-    def held_now(self):
-        sizes = []
-        for weak in self.storages.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is not None:
-                sizes.append(storage.nbytes() // 8)
-        return sum(size for size in sizes if size > SMALL)
+    def numbers(self):
+        small = SMALL * torch.get_default_dtype().itemsize
+        tensors = [t for t in self.kept.tensors if t.untyped_storage().nbytes() > small]
+        tensors += self.came + [
+            each.grad for each in self.came if each.grad is not None
+        ]
+        tensors += tensors_of_object(self.model)
+        right = [*self.model.parameters(), *self.model.buffers()]
+        right += [each.grad for each in right if each.grad is not None]
+        return numbers_in(tensors, right)
 
     def check_nothing(self, when):
-        found = self.held(0)
+        found = self.numbers()
         assert not found, (
             f"{when} it holds {found} numbers of whole weights or gradients: resize the"
             " storages of the weights to 0, and set their .grad to None"
@@ -151,13 +120,13 @@ class Holding(Recording):
 class Probe(nn.Module):
     """Returns its input; counts its calls, and what is held in both passes."""
 
-    def __init__(self, holding, numbers):
+    def __init__(self, held, numbers):
         super().__init__()
-        self.holding, self.numbers = holding, numbers
+        self.held, self.numbers = held, numbers
         self.register_buffer("calls", torch.zeros(()))
 
     def check(self, way, times):
-        found = self.holding.held(times * self.numbers)
+        found = self.held.numbers()
         assert found <= times * self.numbers, (
             f"in the {way} pass of a block of {self.numbers} numbers, it holds {found}:"
             " of other blocks nothing is in memory, and of this one the weights once,"

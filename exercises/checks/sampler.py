@@ -10,12 +10,10 @@ from exercises.checks import check_calls
 # length, shuffle, seed, drop_last, and the epochs, each set before it is iterated over
 CASES = [
     (12, False, 0, False, [0]),
-    (12, True, 0, False, [0, 1, 5, 1]),
-    (12, True, 7, False, [0, 2]),
+    (12, True, 7, False, [0, 1, 5, 1]),
     (10, False, 0, False, [0]),
     (11, True, 3, False, [4]),
     (1, False, 0, False, [0]),
-    (10, False, 0, True, [0]),
     (11, True, 3, True, [4]),
     (2, False, 0, True, [0]),
 ]
@@ -47,7 +45,7 @@ def check(answer, rank):
                 if number or epoch:  # it begins with epoch 0
                     ours.set_epoch(epoch)
                 right.set_epoch(epoch)
-                check_indices(ours, right, rank, n, f"{case}, epoch {epoch}")
+                check_indices(ours, right, f"{case}, epoch {epoch}")
         check_calls(
             "the sampler", recording, [], ": each rank can make the order itself"
         )
@@ -56,37 +54,10 @@ def check(answer, rank):
         )
 
 
-def check_indices(ours, right, rank, n, case):
-    """Assert that a rank has its indices, and name the mistake if it is known."""
+def check_indices(ours, right, case):
+    """Assert that a rank has its indices."""
     wanted, found = [*right], [*ours]
     kinds = {type(index).__name__ for index in found} - {"int"}
     assert not kinds, f"an index is of the type {kinds.pop()}, and not an int"
-    for mistake, wrong in mistakes(right, rank, n).items():
-        assert found == wanted or found != wrong, f"it {mistake}: {case}"
     assert found == wanted, f"it has {found}, and not {wanted}: {case}"
     assert [*ours] == wanted, "a second iteration over the same epoch gives others"
-
-
-def mistakes(right, rank, n):
-    """Return {what a rank does wrong: its indices then}."""
-    length, size, seed = len(right.dataset), len(right), right.seed + right.epoch
-
-    def order_by(seed):
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(length, generator=generator).tolist()
-        return order if right.shuffle else [*range(length)]
-
-    order = order_by(seed)
-    kept = [index for index in order if index < size * n]
-    wrong = {
-        "repeats the last sample: the order goes on with its first ones": order
-        + n * order[-1:],
-        "drops the last of the data set: drop those of the order": kept,
-        "shuffles in each epoch, or for each seed, alike": order_by(right.seed),
-        "has an order of its own, in which some samples are on no rank": order_by(
-            seed + rank
-        ),
-    }
-    found = {what: each[: size * n][rank::n] for what, each in wrong.items()}
-    block = (n * order)[rank * size : (rank + 1) * size]
-    return {**found, "has a block of the order, and not every n-th index": block}

@@ -5,14 +5,14 @@ import torch._dynamo  # otherwise each rank does, for its optimizer, in seconds
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from exercises.checks import Recording
 from exercises.checks import check_calls
 from exercises.checks import check_close
 from exercises.checks import check_piece
+from exercises.checks import numbers_in
+from exercises.checks import tensors_of_object
 from exercises.checks import vector_of
-from harness.counting import size
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 OPTIONS |= {"amsgrad": True, "maximize": True}
@@ -89,11 +89,7 @@ def check_optimizer(used, gradient):
 
 def check_kept(ours, model, piece):
     """Count the numbers of all tensors that the answer's object has, also in lists."""
-    weights = [*model.parameters()]
-    tensors = [each for each in tree_leaves(vars(ours)) if torch.is_tensor(each)]
-    tensors += [each.grad for each in tensors if each.grad is not None]
-    held = size([*tensors, *weights]) - size(weights)
-    found = held // weights[0].element_size()
+    found = numbers_in(tensors_of_object(ours), model.parameters())
     assert found <= piece, (
         f"between two steps it keeps {found} numbers besides the model and AdamW's"
         f" state, and its piece has {piece}: set to None, gradients included, what"

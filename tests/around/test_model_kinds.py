@@ -1,13 +1,11 @@
 """your_own_script/hugging_face: models of each kind that its page names are sharded.
 
 Each is small and random. On two ranks it has the weights and buffers of
-from_pretrained, trains what one process trains, and is saved as a download has it.
+from_pretrained, computes the same output, and is saved as a download has it. That a
+sharded model trains what one process trains is in test_hugging_face.py.
 """
 
-import contextlib
 import gc
-import io
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -15,8 +13,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers import AutoModelForImageTextToText
 from transformers import AutoModelForSeq2SeqLM
@@ -115,37 +111,21 @@ KINDS = {
         both_stacks,
     ),
 }
-ON_PUSH = ("falcon_h1", "llava")
 
 
 # ---- a model of a kind ---------------------------------------------------------------
-class Exact(TorchFunctionMode):
-    """Compute in float64 where a model asks for float32, as many norms do."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.float:
-            return args[0].double()
-        args = [torch.float64 if each is torch.float32 else each for each in args]
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
-
-
 def save_model(kind, folder):
     """Write a small model in bfloat16, as a download has it."""
     torch.manual_seed(0)
-    with contextlib.suppress(AttributeError):
-        kind.config.experts_implementation = "eager"  # others take no float64
     model = kind.auto_class.from_config(kind.config)
-    for weight in model.parameters():  # otherwise some are 0, and so are gradients
+    for weight in model.parameters():  # otherwise some are 0
         torch.nn.init.normal_(weight, std=0.1)
     model.bfloat16().save_pretrained(folder)
 
 
 def load(kind, folder, sharded, mesh):
     """Return a sharded model of a folder, as fine_tune.py loads it."""
-    model = sharded.make_model(folder, kind.auto_class, torch.float64)
+    model = sharded.make_model(folder, kind.auto_class, torch.float32)
     lists = kind.lists(model) if kind.lists else ()
     sharded.shard_model(model, mesh, bf16=False, lists=lists)
     sharded.allocate(model, torch.device("cpu"))
@@ -156,53 +136,22 @@ def load(kind, folder, sharded, mesh):
     return model
 
 
-def load_plain(kind, folder):
-    """Return the model of one process, in one dtype."""
-    plain = kind.auto_class.from_pretrained(folder, dtype=torch.float64)
-    for weight in plain.parameters():
-        weight.data = weight.data.double()
-    return plain
-
-
-def train(model, samples):
-    """Take two steps; a sample's loss does not depend on what is beside it."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for inputs in samples:
-            loss = model(**inputs).logits.square().mean() / len(samples)
-            loss.backward()
-        optimizer.step()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def be_a_rank(rank, world_size, name, folder):
-    """Load, compare with from_pretrained, train, save; in one of the ranks."""
+    """Load, compare with from_pretrained, save; in one of the ranks."""
     kind = KINDS[name]()
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
     sharded = load_program(SCRIPTS / "sharded.py")
-    torch.set_default_dtype(torch.float64)
-    model = load(kind, folder / "read", sharded, mesh)
-    plain = load_plain(kind, folder / "read")
+    model = load(kind, folder / "read", sharded, mesh).eval()
+    plain = kind.auto_class.from_pretrained(folder / "read", dtype=torch.float32)
     find_differences = load_program(SCRIPTS / "make_model.py").find_differences
     assert not [*find_differences(model, plain)]
-    draw = torch.Generator().manual_seed(1)
-    samples = [kind.make_inputs(draw) for _ in range(world_size)]
-    with Exact():
-        train(model, [samples[rank]])
-        train(plain, samples)
-    before = load_plain(kind, folder / "read").state_dict()
-    moved = 0
-    for name, weight in plain.state_dict().items():
-        assert (whole(model.state_dict()[name]) - weight).abs().max() < 1e-9, name
-        moved = max(moved, (weight.double() - before[name].double()).abs().max())
-    assert moved > 1e-4
+    inputs = kind.make_inputs(torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, right = model(**inputs).logits, plain.eval()(**inputs).logits
+    assert right.std() > 1e-3
+    torch.testing.assert_close(ours, right)
     weights = sharded.gather_weights(model)
     if rank == 0:
         sharded.save_model(model, weights, folder / "written")
@@ -220,7 +169,7 @@ def names_in(folder):
 
 
 @pytest.mark.parametrize(
-    "name", [only_in_release(each, unless=each in ON_PUSH) for each in KINDS]
+    "name", [only_in_release(each, unless=each == "llava") for each in KINDS]
 )
 def test_a_kind_of_model(name, tmp_path):
     kind = KINDS[name]()
@@ -232,31 +181,3 @@ def test_a_kind_of_model(name, tmp_path):
         tmp_path / "written", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def find_groups(folder):
-    """Be a process that shards a LLaVA: its text, and not the tower of 3 blocks."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    sharded = load_program(SCRIPTS / "sharded.py")
-    mesh = dist.init_device_mesh("cpu", (1,))
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(llava())
-    model.config.text_config.num_hidden_layers = 5
-    with pytest.raises(sharded.ModelError, match="there is no list of 5 blocks: "):
-        sharded.shard_model(model, mesh, bf16=False)
-    model.config.text_config.num_hidden_layers = 2
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        sharded.shard_model(model, mesh, bf16=False)
-    names = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-    torch.save((names, said.getvalue()), folder / "seen")
-    dist.destroy_process_group()
-
-
-def test_blocks_are_found_by_their_number(tmp_path):
-    """With a line about what stays whole, if that is much."""
-    commands.call_in_forks(find_groups, [(tmp_path,)])
-    ends = ["model.language_model.embed_tokens", "lm_head"]
-    blocks = [f"model.language_model.layers.{n}" for n in range(2)]
-    names, said = torch.load(tmp_path / "seen")
-    assert {*names} == {"", *ends, *blocks}
-    assert re.fullmatch(r"[0-9,]+ of [0-9,]+ parameters are in no block.*\n", said)

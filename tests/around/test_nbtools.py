@@ -79,10 +79,3 @@ def test_whatever_ends_run_ends_what_it_started(monkeypatch):
         lesson.run("bash -c 'sleep 3600 & echo $$ $!; wait'")
     assert len(processes) == 2
     commands.assert_gone(processes, (), commands.LIMIT)
-
-
-def test_grep_shows_the_lines_that_match_and_wants_one(capsys):
-    lesson.grep(r"b\d", "a1\nb2\nc [/x/y.cc:12] b3 d")
-    assert capsys.readouterr().out == "b2\nc b3 d\n"
-    with pytest.raises(ValueError, match="no line"):
-        lesson.grep("x", "a\nb")

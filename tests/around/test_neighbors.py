@@ -1,4 +1,4 @@
-"""other_libraries/README.md: the programs train what stage 03 does, as its table says.
+"""other_libraries/README.md: the programs train what stage 03 does.
 
 What a library does by default changes with its versions, so --release runs most of it.
 Horovod is in an environment of its own, which `make horovod` makes before its test.
@@ -75,12 +75,6 @@ def test_two_processes_train_the_weights_of_stage_03(program, reference, tmp_pat
 # What `fabric run` sets in addition to the variables that torchrun sets.
 BY_FABRIC_RUN = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_ACCELERATOR": "cpu"}
 PRINT_STEPS = 'print("at step", scheduler.scheduler.last_epoch)\n        trained ='
-LOOP = "for inputs, targets in loader:  # already"
-RESUMED = (
-    "rest = accelerator.skip_first_batches(loader, 15) if epoch == 1 else loader\n"
-    "    for inputs, targets in rest:\n"
-    '        print("labels", targets.tolist())  #'
-)
 # {claim: (program, [(a text that is there once, its replacement)], [lines then seen])}
 CLAIMS = {
     "the batch size is per process": (
@@ -94,24 +88,10 @@ CLAIMS = {
         [("use_seedable_sampler=True", "use_seedable_sampler=False")],
         ["epoch 1: train loss (?!0.801)", DIFFERENT],
     ),
-    "epochs count from 0, and skip_first_batches does not count its epoch": (
-        ACCELERATE,
-        [
-            ("loader.set_epoch(epoch)", "pass"),
-            ("data_seed=args.seed", "data_seed=args.seed + 1"),
-            (LOOP, RESUMED),
-        ],
-        [r"(?s)labels (.*?)\n.*epoch 1: val.*labels \1\n", DIFFERENT],
-    ),
     "the last batch repeats samples": (
         ACCELERATE,
         [(".gather_for_metrics(", ".gather(")],
         ["epoch 1: val .* of 384\n", SAME.format(2)],
-    ),
-    "set_epoch has no effect on Fabric's loader": (
-        FABRIC,
-        [("fill_(epoch)\n", "fill_(epoch)\n    loader.sampler.set_epoch(epoch)\n")],
-        [SAME.format(2)],
     ),
     "all_reduce averages": (
         FABRIC,
@@ -150,23 +130,14 @@ def test_a_default_is_as_the_page_says(claim, reference, tmp_path):
         assert re.search(line, screen), screen
 
 
-@pytest.mark.release
-def test_accelerate_launch_starts_one_process_on_a_cpu(reference, tmp_path):
-    """Although it is told to start two. One process trains the same weights."""
-    program = Path(sys.executable).with_name("accelerate")
-    flags = ["--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
-    words = [program, "launch", *flags, "--dynamo_backend=no"]
-    done = run([*words, FOLDER / ACCELERATE, "out/last.pt"], reference, tmp_path)
-    assert done.stdout.endswith(SAME.format(1))
-
-
 # ---- the Trainer ---------------------------------------------------------------------
-def tune(folder, processes, script=FOLDER / TRAINER, code=0):
+def tune(folder, processes):
     """Run the Trainer's program; return its Done."""
-    words = ["torchrun", "--standalone", f"--nproc-per-node={processes}", script]
+    words = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    words.append(FOLDER / TRAINER)
     words += ["--out", folder / "tuned"]
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return commands.run(words, folder, code, forks=True, **variables)
+    return commands.run(words, folder, forks=True, **variables)
 
 
 def test_the_trainer_prints_what_it_shows(tmp_path):
@@ -186,15 +157,6 @@ def test_two_processes_of_the_trainer_train_the_weights_of_one(tmp_path):
     assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4
 
 
-@pytest.mark.release
-def test_without_use_cpu_the_trainer_refuses_fsdp(tmp_path):
-    script = tmp_path / TRAINER
-    change = ("use_cpu=not torch.cuda.is_available(),", "")
-    replace_once(FOLDER / TRAINER, change, target=script)
-    said = tune(tmp_path, 2, script, code=1).stderr
-    assert "ValueError: Using fsdp only works in distributed training." in said
-
-
 def test_the_defaults_of_the_trainer_and_of_accelerates_plugin():
     from accelerate import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
@@ -209,22 +171,10 @@ def test_the_defaults_of_the_trainer_and_of_accelerates_plugin():
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
 
-CONTIGUOUS = "model.to(args.device, args.dtype)"
-LAST = CONTIGUOUS.replace("dtype)", "dtype, memory_format=torch.channels_last)")
-REFUSED = "ValueError: Tensor is required to be contiguous."
-
-
 @pytest.mark.release
-@pytest.mark.parametrize(
-    "old, new, error",
-    [
-        (BROADCAST, BROADCAST, None),
-        (BROADCAST, f"{BROADCAST}; hvd.broadcast_optimizer_state(optimizer, 0)", None),
-        (CONTIGUOUS, LAST, REFUSED),
-    ],
-)
-def test_horovod(old, new, error, reference, tmp_path):
-    """It trains the weights of stage 03; a changed line gives others, or an error."""
+@pytest.mark.parametrize("more", ["", "; hvd.broadcast_optimizer_state(optimizer, 0)"])
+def test_horovod(more, reference, tmp_path):
+    """It trains the weights of stage 03; with one more line, others."""
     environment = ROOT / ".venv-horovod"
     if not (environment / "installed").exists():
         assert "REQUIRE_HOROVOD" not in os.environ, "type: make horovod"
@@ -232,35 +182,11 @@ def test_horovod(old, new, error, reference, tmp_path):
     script = tmp_path / FOLDER.name / HOROVOD
     script.parent.mkdir()
     (tmp_path / "common").symlink_to(ROOT / "common")
-    replace_once(FOLDER / HOROVOD, (old, new), target=script)
+    replace_once(FOLDER / HOROVOD, (BROADCAST, BROADCAST + more), target=script)
     words, _ = docstring(HOROVOD)
     words = [environment / "bin" / words[0], *words[1:-1], script, *DOUBLE]
     words += ["--device", "cpu", "--out-dir", tmp_path / "out"]
     path = f"{environment / 'bin'}:{os.environ['PATH']}"
-    done = commands.run(words, tmp_path, 1 if error else 0, PATH=path)
-    if error:
-        assert error in done.stderr
-        return
+    commands.run(words, tmp_path, PATH=path)
     off = max_abs_diff(reference.weights, tmp_path / "out/last.pt")
-    assert off <= 1e-10 if old == new else off > 1e-6
-
-
-# ---- the page ------------------------------------------------------------------------
-def test_the_table_shows_lines_of_all_files():
-    """`...` stands for anything; a cell without a line has words."""
-
-    def without_spaces(text):
-        return "".join(text.split())
-
-    paths = [ROOT / STAGE / "train.py"]
-    paths += [FOLDER / name for name in (ACCELERATE, FABRIC, HOROVOD)]
-    table = (FOLDER / "README.md").read_text().partition("|---|---|---|---|\n")[2]
-    rows = table.partition("\n\n")[0].splitlines()
-    assert len(rows) >= 7
-    for row in rows:
-        cells = row.strip("| ").split(" | ")
-        for cell, path in zip(cells, paths, strict=True):
-            for line in re.findall("`([^`]+)`", cell):
-                parts = map(re.escape, without_spaces(line).split("..."))
-                text = without_spaces(path.read_text())
-                assert re.search(".*".join(parts), text), f"{path.name}: {line}"
+    assert off > 1e-6 if more else off <= 1e-10

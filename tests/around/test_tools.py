@@ -1,12 +1,11 @@
-"""`make update` carries an edit on and finds what is stale, as CONTRIBUTING.md says.
+"""`make propagate` carries an edit on, and the pages that are generated are not stale.
 
-And what README.md says of `make demo`, the pages that are generated, `make gpu`.
+And what README.md says of `make demo`, and CONTRIBUTING.md of `make gpu`.
 """
 
 import re
 import subprocess
 
-import nbformat
 import pytest
 
 from harness import commands
@@ -20,11 +19,9 @@ from tools import fault_table
 from tools import gpu
 from tools import pages
 from tools import picture
-from tools import stale
-from tools import update
 from tools.propagate import propagate
 
-# ---- make update ---------------------------------------------------------------------
+# ---- make propagate ------------------------------------------------------------------
 # 03 and 04 build on 02, and 05 on 03.
 TREE = {"01_a": "", "02_b": "01_a", "03_c": "02_b", "04_d": "02_b", "05_e": "03_c"}
 SCRIPT = "one = 1\n\n\n\n# words\ntwo = 2\n\n\n\nthree = 3\n"
@@ -73,54 +70,6 @@ def test_propagate_leaves_the_branch_of_a_conflict_and_continues(tree, tmp_path,
     tree["03_c"].write_text(untouched.replace("one = 1", "one = 11"))
     propagate(tmp_path, "03_c")
     assert tree["05_e"].read_text() == tree["03_c"].read_text()
-
-
-@pytest.mark.parametrize(
-    "file, old, new, is_stale",
-    [
-        ("01_one/train.py", "why", "the reason", False),
-        ("01_one/train.py", "print(x)", "print(2)", True),
-        ("01_one/demos/one.py", "why", "the reason", True),
-        ("common/part.py", "x = 1", "x = 2", True),
-        ("nbtools/part.py", "1", "2", False),
-        ("01_one/one.ipynb", "'x'", "'y'", False),
-        ("01_one/one.ipynb", "--lr 1", "--lr 2", True),
-    ],
-)
-def test_a_notebook_is_stale_when_what_it_runs_has_changed(
-    file, old, new, is_stale, tmp_path, monkeypatch
-):
-    """Comments count in a demonstration, which is read; not in a stage or in common."""
-    sources = ["from nbtools import part", "lesson.show('01_one', 'x')"]
-    sources.append("lesson.run('python 01_one/train.py --lr 1; 01_one/demos/one.py')")
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    files = {
-        "01_one/train.py": "from common.part import x  # why\n\nprint(x)\n",
-        "01_one/demos/one.py": "print(1)  # why\n",
-        "common/part.py": "x = 1  # why\n",
-        "nbtools/part.py": "x = 1\n",
-        "01_one/one.ipynb": nbformat.writes(nbformat.v4.new_notebook(cells=cells)),
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(stale, "ROOT", tmp_path)
-    before = stale.digest_of_notebook(tmp_path / "01_one/one.ipynb")
-    replace_once(tmp_path / file, (old, new))
-    after = stale.digest_of_notebook(tmp_path / "01_one/one.ipynb")
-    assert (after != before) == is_stale
-
-
-def test_numbers_that_a_text_has_and_its_output_has_no_longer():
-    def book(text, printed):
-        out = [nbformat.v4.new_output("stream", text=printed)]
-        cells = [nbformat.v4.new_code_cell("x", outputs=out)]
-        cells.append(nbformat.v4.new_markdown_cell(text))
-        return nbformat.v4.new_notebook(cells=cells)
-
-    text = "It differs by 1.4e-15, in 24 steps of 0.5."
-    before, after = book(text, "1.4e-15 24 0.5 17"), book(text, "1.5e-15 24 0.25 18")
-    assert update.numbers_gone(before, after) == ["0.5", "1.4e-15"]
 
 
 # ---- what `make update` writes -------------------------------------------------------

@@ -1,4 +1,4 @@
-"""docs/what_can_be_split.md, *RMS norm*: the lines that a Llama needs, as they stand."""
+"""docs/what_can_be_split.md, *RMS norm*: the lines with which a Llama is split."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Micro-batches give the step of the whole batch, with one all-reduce."""
+"""08_grad_accumulation: micro-batches give the step of a whole batch, reduced once."""
 
 import contextlib
 import weakref
@@ -32,23 +32,19 @@ from tests.training import train_in_forks
 ACCUMULATING = with_feature("accumulation")
 FIRST = ACCUMULATING[0]
 SAMPLES = 96  # 2 steps an epoch
-each_stage = pytest.mark.parametrize(
-    "stage", [only_in_release(s, unless=s == FIRST) for s in ACCUMULATING]
-)
 # Processes and micro-batches, which divide the local batch. In the second and the
 # fourth pair a micro-batch is one sample.
-PAIRS = [(1, 8), (1, 48), (2, 4), (2, 24), (3, 4), (1, 1), (1, 2), (2, 3), (4, 4)]
-ONE_SAMPLE = PAIRS[3]
-ADDING = [FIRST, *(first_with(each, "accumulation") for each in ("text", "shards"))]
+PAIRS = [(1, 8), (1, 48), (2, 4), (2, 24), (3, 4), (1, 1), (2, 3), (4, 4)]
+# The first of each kind: the others accumulate by the same lines.
+KINDS = [FIRST, *(first_with(each, "accumulation") for each in ("text", "shards"))]
 
 
 @pytest.mark.parametrize(
     "stage, processes, micro_batches",
     [
         only_in_release(stage, *pair, unless=stage == FIRST and pair in PAIRS[:3])
-        for stage in ACCUMULATING
+        for stage in KINDS
         for pair in (PAIRS if stage == FIRST else PAIRS[2:5])
-        if pair != ONE_SAMPLE or stage in ADDING
     ],
 )
 def test_any_number_of_micro_batches_equals_the_whole_batch(
@@ -69,7 +65,9 @@ def test_any_number_of_micro_batches_equals_the_whole_batch(
             assert one[part]["acc1"] == other[part]["acc1"]
 
 
-@each_stage
+@pytest.mark.parametrize(
+    "stage", [only_in_release(s, unless=s == FIRST) for s in KINDS]
+)
 def test_the_gradient_of_the_whole_batch_is_clipped(stage, trained, several):
     flags = (*DOUBLE, *small_workload(stage, SAMPLES).flags)
     free = trained(reference(stage), 1, *flags, how=train_in_forks)
@@ -115,7 +113,7 @@ class Accumulation:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("micro_batches", [1, 2, 6])
-@pytest.mark.parametrize("stage", with_feature("accumulation", "ddp"))
+@pytest.mark.parametrize("stage", [s for s in KINDS if "ddp" in features(s)])
 def test_each_bucket_is_reduced_once_per_step(stage, micro_batches, monkeypatch):
     """By DDP; test_fsdp.py counts what FSDP2 does."""
     accumulation = Accumulation(stage, micro_batches)
@@ -137,8 +135,8 @@ def test_each_bucket_is_reduced_once_per_step(stage, micro_batches, monkeypatch)
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("micro_batches", [1, 2, 6, 12])
-@pytest.mark.parametrize("stage", ACCUMULATING)
+@pytest.mark.parametrize("micro_batches", [1, 6, 12])
+@pytest.mark.parametrize("stage", KINDS)
 def test_gradient_and_metrics_are_those_of_the_whole_batch(stage, micro_batches):
     accumulation = Accumulation(stage, micro_batches)
     metrics = accumulation.step()
@@ -160,7 +158,7 @@ def test_gradient_and_metrics_are_those_of_the_whole_batch(stage, micro_batches)
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("stage", ACCUMULATING)
+@pytest.mark.parametrize("stage", KINDS)
 def test_logits_of_one_micro_batch_are_in_memory(stage):
     """Those of the one before have gone with the function that computed them."""
     accumulation = Accumulation(stage, 6)
@@ -177,10 +175,8 @@ def test_logits_of_one_micro_batch_are_in_memory(stage):
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    "batch_size, micro_batches", [(48, 1), (48, 6), (15, 3), (5, 5)]
-)
-@pytest.mark.parametrize("stage", ACCUMULATING)
+@pytest.mark.parametrize("batch_size, micro_batches", [(48, 1), (48, 6), (5, 5)])
+@pytest.mark.parametrize("stage", KINDS)
 def test_evaluation_takes_no_larger_batches_than_training(
     stage, batch_size, micro_batches
 ):
@@ -199,25 +195,10 @@ def test_evaluation_takes_no_larger_batches_than_training(
     assert max(evaluated_at_once) <= max(trained_at_once)
 
 
-@each_stage
-@pytest.mark.parametrize("micro_batches", [7, 25])
-def test_micro_batches_that_do_not_divide_the_local_batch(
-    stage, micro_batches, two, device, tmp_path
-):
-    """The second number is larger than the local batch."""
+def test_micro_batches_that_do_not_divide_the_local_batch(two, device, tmp_path):
     out = tmp_path / "out"
-    flags = ["--grad-accum-steps", micro_batches, "--device", device]
-    flags += ["--out-dir", out]
-    for rank in run_stage(stage, two, flags, tmp_path / "ranks", code=2).ranks:
+    flags = ["--grad-accum-steps", "7", "--device", device, "--out-dir", out]
+    for rank in run_stage(FIRST, two, flags, tmp_path / "ranks", code=2).ranks:
         named = "--grad-accum-steps must divide the local batch (24)"
         assert_one_error_line(rank, named)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("micro_batches", ["0", "1.5"])
-@pytest.mark.parametrize("stage", ACCUMULATING)
-def test_wrong_numbers_of_micro_batches(stage, micro_batches, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        stage_args(load_stage(stage), "--grad-accum-steps", micro_batches)
-    named = f"--grad-accum-steps: '{micro_batches}' is not an integer, 1 or more"
-    assert capsys.readouterr().err == f"train.py: error: {named}\n"

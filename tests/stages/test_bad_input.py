@@ -1,4 +1,4 @@
-"""Bad input gets one clear line and exit code 2, no traceback, and writes nothing."""
+"""docs/faults.md: bad input gets one line and exit code 2, and no file is touched."""
 
 import functools
 import socket
@@ -8,9 +8,7 @@ import torch
 
 from harness.stages import features
 from harness.stages import first_with
-from harness.stages import reference
 from harness.stages import stages
-from harness.stages import with_feature
 from tests.conftest import only_in_release
 from tests.fault_injection import no_large_files
 from tests.training import assert_one_error_line
@@ -93,12 +91,6 @@ def wrong(stage):
     return WRONG | (WRONG_WITH_TEXT if "text" in features(stage) else WRONG_WITH_IMAGES)
 
 
-def is_default(stage, what):
-    """Return whether a case runs without --release."""
-    first = first_with("images") if what in WRONG else reference(stage)
-    return stage == first or what in OF_EVERY_STAGE
-
-
 @pytest.mark.fault(
     what="a flag is wrong, or a file or directory is missing, truncated or of the wrong"
     " kind",
@@ -109,9 +101,14 @@ def is_default(stage, what):
 @pytest.mark.parametrize(
     "stage, what",
     [
-        only_in_release(stage, what, unless=is_default(stage, what))
-        for stage in stages()
-        for what in wrong(stage)
+        *((first_with("images"), what) for what in WRONG | WRONG_WITH_IMAGES),
+        *((first_with("text"), what) for what in WRONG_WITH_TEXT),
+        *(
+            only_in_release(stage, what, unless=stage in (BY_TORCHRUN, BY_SPAWN))
+            for stage in stages()[1:]
+            for what in OF_EVERY_STAGE
+            if what in wrong(stage)
+        ),
     ],
 )
 def test_one_line_and_exit_code_2(stage, what, files, tmp_path, several, device, fault):
@@ -146,13 +143,7 @@ def test_a_directory_on_a_disk_that_is_full(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--device cuda is right here")
-@pytest.mark.parametrize(
-    "stage",
-    [
-        only_in_release(stage, unless=stage in (BY_TORCHRUN, BY_SPAWN))
-        for stage in stages()
-    ],
-)
+@pytest.mark.parametrize("stage", [BY_TORCHRUN, BY_SPAWN])
 def test_cuda_without_a_gpu(stage, tmp_path):
     done = run_stage(stage, 1, ["--device", "cuda"], tmp_path, code=2)
     assert_one_error_line(done, "--device cuda: no GPU is visible; use --device cpu")
@@ -180,11 +171,9 @@ VARIABLES = [
 @pytest.mark.parametrize(
     "stage, variables, named",
     [
-        only_in_release(
-            stage, *case, unless=stage == BY_TORCHRUN or case == VARIABLES[0]
-        )
-        for stage in with_feature("torchrun")
-        for case in VARIABLES
+        *((BY_TORCHRUN, *case) for case in VARIABLES),
+        # from here on, srun's variables are taken, too
+        *((first_with("slurm"), *case) for case in VARIABLES[:2]),
     ],
 )
 def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
@@ -201,14 +190,10 @@ def test_a_launchers_variables(stage, variables, named, tmp_path, fault):
     sees="torch's traceback, which ends in `EADDRINUSE`; exit code 1",
     lost="nothing",
 )
-@pytest.mark.parametrize(
-    "stage",
-    [only_in_release(s, unless=s == BY_TORCHRUN) for s in with_feature("torchrun")],
-)
-def test_a_port_in_use(stage, tmp_path, fault):
+def test_a_port_in_use(tmp_path, fault):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run_stage(stage, 1, [], tmp_path, code=1, MASTER_PORT=port)
+        done = run_stage(BY_TORCHRUN, 1, [], tmp_path, code=1, MASTER_PORT=port)
     fault.assert_seen(done.stderr)
 
 

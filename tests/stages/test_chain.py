@@ -1,4 +1,7 @@
-"""Each stage's script is a small patch on the one that it builds on."""
+"""README.md: each stage is a small patch on an earlier one, explained line by line.
+
+The form of the scripts is what CONTRIBUTING.md says under *What the tests guard*.
+"""
 
 import ast
 import difflib
@@ -27,13 +30,6 @@ TITLES = [
     "6. the run",
 ]
 LAUNCHER_FLAGS = {"--nproc"}  # it goes when another launcher comes
-FLAGS = {  # of a feature in stages.toml
-    "spawn": "--nproc",
-    "amp": "--amp",
-    "accumulation": "--grad-accum-steps",
-    "checkpoints": "--checkpoint-dir",
-    "text": "--text-file",
-}
 TOKEN = re.compile(r"\w+|[^\w\s]")
 TAG = re.compile(r"\[(\d\d)\]")
 # What the stages teach, and what common/ must therefore neither use nor hide.
@@ -164,8 +160,11 @@ def flags_of(stage, monkeypatch, capsys):
     return found
 
 
-def test_no_flag_disappears(monkeypatch, capsys):
-    """Except a launcher's own, and those of the data and of the model with the data."""
+def test_no_flag_disappears_or_is_torchruns(monkeypatch, capsys):
+    """Except a launcher's own, and those of the data and of the model with the data.
+
+    torchrun takes the beginning of one of its own flags for that.
+    """
     classes = (common_args.ArgumentParser, common_args.TextArgumentParser)
     images, text = (listed(each("").format_help()) for each in classes)
     of_images = images - text
@@ -175,20 +174,10 @@ def test_no_flag_disappears(monkeypatch, capsys):
         if "images" in features(before) and "text" in features(after):
             gone -= of_images
         assert not gone, after
-
-
-@pytest.mark.parametrize("feature", FLAGS)
-def test_stages_toml_names_the_stages_with_a_flag(feature, monkeypatch, capsys):
-    flags = {stage: flags_of(stage, monkeypatch, capsys) for stage in stages()}
-    assert with_feature(feature) == [s for s in stages() if FLAGS[feature] in flags[s]]
-
-
-@pytest.mark.parametrize("stage", with_feature("torchrun"))
-def test_torchrun_takes_none_of_the_flags_for_its_own(stage, monkeypatch, capsys):
     actions = get_args_parser()._actions
-    theirs = [flag for action in actions for flag in action.option_strings]
-    for flag in flags_of(stage, monkeypatch, capsys):
-        assert not any(other.startswith(flag) for other in theirs), flag
+    torchruns = [flag for action in actions for flag in action.option_strings]
+    for flag in set().union(*map(flags.get, with_feature("torchrun"))):
+        assert not any(other.startswith(flag) for other in torchruns), flag
 
 
 # ---- the form ------------------------------------------------------------------------
@@ -204,26 +193,6 @@ def test_the_docstring_gives_the_title_and_the_commands(stage):
     title, empty, *commands = ast.get_docstring(ast.parse(source(stage))).split("\n")
     assert re.match(rf"\[{registry()[stage].number}\] [A-Z].*\.$", title) and not empty
     assert commands == registry()[stage].commands
-
-
-@pytest.mark.parametrize("stage", stages())
-def test_one_line_finds_common_and_third_party_imports_come_first(stage):
-    line = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
-    assert script(stage).count(line) == 1
-    found = script(stage).index(line) + 1
-    imports = [
-        (node.lineno, node.module if isinstance(node, ast.ImportFrom) else alias.name)
-        for node in ast.parse(source(stage)).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    ]
-    for number, name in imports:
-        assert (number > found) == (name.split(".")[0] == "common"), name
-
-
-@pytest.mark.parametrize("stage", stages())
-def test_no_line_is_longer_than_88_columns(stage):
-    assert max(map(len, script(stage))) <= 88
 
 
 # ---- common/ -------------------------------------------------------------------------

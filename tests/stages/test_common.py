@@ -1,6 +1,8 @@
-"""Each module of common/ does what its docstrings say, and works if copied alone.
+"""CONTRIBUTING.md: `common` is copied along with a stage, each module alone if need be.
 
-test_data.py has the sets of images, test_gpt.py the language model and its text.
+And what its docstrings promise: flags, metrics, networks, and files of weights, which
+are written atomically and loaded safely. test_data.py has the sets of images,
+test_gpt.py the language model and its text.
 """
 
 import functools
@@ -17,20 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from common import args as common_args
-from common import launch
 from common import lr_schedule
 from common import meters
 from common import weights
 from common.args import ArgumentParser
-from common.model import make_model
 from harness import commands
 from harness.stages import ROOT
 from harness.stages import first_with
 from tests.fault_injection import full_at_file
-from tests.training import injected
 from tests.training import load_stage
 from tests.training import run_stage
 from tests.training import train_in_forks
@@ -79,51 +76,6 @@ def test_a_module_can_be_copied_with_what_it_imports(name, tmp_path):
     commands.call_in_forks(use_alone, [(tmp_path, name)])
 
 
-# ---- flags ---------------------------------------------------------------------------
-def test_workers_by_default(tmp_path, monkeypatch):
-    """Only images in files keep a core busy: one gathers more than a GPU trains on."""
-    files = ["--data", "imagefolder", "--data-dir", str(tmp_path)]
-    on_gpu = ["--device", "cuda"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-    def workers(*words):
-        parser = ArgumentParser("")
-        parser.add_argument("--nproc", type=int, default=1)
-        return parser.parse_args(words).workers
-
-    assert workers("--device", "cpu", *files) == workers(*on_gpu) == 0
-    assert workers(*on_gpu, *files) == 8
-    assert workers(*on_gpu, *files, "--nproc", "4") == 3  # which the script will start
-    for processes, expected in (("1", 8), ("4", 3), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert workers(*on_gpu, *files) == expected
-    assert workers(*on_gpu, *files, "--workers", "5") == 5
-
-
-def test_spawned_processes_share_the_cores_that_they_may_use(tmp_path):
-    """Not those of the machine, of which Slurm or taskset may leave them a few."""
-    if common_args.usable_cores() == 1:
-        pytest.skip("with one core, both numbers are the same")
-    core = min(os.sched_getaffinity(0))
-    stage = first_with("spawn")
-    code = f"""
-os.sched_setaffinity(0, {{{core}}})
-started = run
-
-
-def run(args):
-    print("threads:", torch.get_num_threads())
-    return started(args)
-"""
-    root = injected(stage, tmp_path / "copy", code)
-    flags = ["--epochs", "1", "--device", "cpu"]
-    options = {"root": root, "forks": False, "OMP_NUM_THREADS": None}
-    done = run_stage(stage, 1, flags, tmp_path / "run", **options)
-    assert re.findall("^threads: .*", done.stdout, re.M) == ["threads: 1"]
-
-
 # ---- meters --------------------------------------------------------------------------
 def test_accuracy_by_hand():
     outputs = torch.tensor([[9.0, 1, 0], [0, 9, 1], [1, 0, 9], [5, 9, 1]])
@@ -153,31 +105,6 @@ def test_meter_divides_sums_by_counts():
     assert meter.compute()["loss"] == averages["loss"]
 
 
-def test_progress_goes_to_standard_error_and_only_where_asked(capsys):
-    batches = DataLoader(torch.arange(6), batch_size=2)
-    meter = meters.Meter("cpu")
-    for show in (True, False):
-        for _ in meters.progress(batches, "epoch 7", meter, show=show):
-            meter.update(torch.tensor(1.0), torch.eye(3), torch.arange(3))
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("epoch 7 3/3  data ") and " loss 1.000 acc@1 100.00" in line
-
-
-def test_speed_is_of_the_time_since_the_last_line(monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(meters.time, "perf_counter", lambda: now[0])
-    batches = DataLoader(torch.arange(6), batch_size=2)
-    meter = meters.Meter("cpu")
-    for _ in meters.progress(batches, "epoch 1", meter, speed="{:.3f} a second".format):
-        meter.update(torch.tensor(1.0), torch.eye(3), torch.arange(3))
-        now[0] += 40 if now[0] == 0 else 20
-    lines = capsys.readouterr().err.splitlines()
-    rates = [line.rpartition("  ")[2] for line in lines]
-    assert rates == ["0.075 a second", "0.150 a second", "0.150 a second"]
-
-
 def test_schedule_warms_up_and_ends_at_zero():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = lr_schedule.warmup_cosine(optimizer, 100)
@@ -191,34 +118,6 @@ def test_schedule_warms_up_and_ends_at_zero():
     assert rates[55] == pytest.approx(1.0)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert scheduler.get_last_lr()[0] == pytest.approx(0)
-
-
-# ---- the networks --------------------------------------------------------------------
-@pytest.mark.parametrize("arch", ["resnet18", "squeezenet1_1"])
-def test_torchvision_models_by_name(arch):
-    model = make_model(arch, 3, num_classes=7, image_size=64)
-    assert all(module.training for module in model.modules())
-    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
-
-
-def test_a_resnet_for_small_gray_images_keeps_their_size():
-    model = make_model("resnet18", channels=1, num_classes=10, image_size=8)
-    assert model.conv1.in_channels == 1 and model.conv1.stride == (1, 1)
-    features = model.layer1(model.maxpool(model.conv1(torch.zeros(1, 1, 8, 8))))
-    assert features.shape[2:] == (8, 8)
-
-
-@pytest.mark.parametrize(
-    "arch, channels, image_size, said",
-    [
-        ("alexnet", 3, 8, r"cannot take images of \(3, 8, 8\)"),
-        ("vit_b_32", 3, 64, "cannot take images"),  # it takes 224 x 224
-        ("googlenet", 3, 64, "more outputs than one"),
-    ],
-)
-def test_a_network_that_does_not_fit_is_a_value_error(arch, channels, image_size, said):
-    with pytest.raises(ValueError, match=said):
-        make_model(arch, channels, 10, image_size)
 
 
 # ---- a run ---------------------------------------------------------------------------
@@ -250,21 +149,6 @@ def test_a_stage_trains_in_the_memory_format_asked_for(name, device, tmp_path):
         assert kernel.is_contiguous() == (name == "contiguous")
         is_last = kernel.is_contiguous(memory_format=torch.channels_last)
         assert is_last == (name == "channels_last")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_memory_that_tensors_free_is_kept():
-    """Ten tensors of 4 MB, ten times, are 100,000 pages if each is fetched anew."""
-    launch.keep_freed_memory()
-
-    def fill():
-        return [torch.ones(2**20) for _ in range(10)]
-
-    fill()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        fill()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
 
 
 @pytest.fixture
@@ -327,14 +211,6 @@ def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
     assert weights.load(tmp_path / "best.pt")["w"].unique() == 1
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best.pt", "last.pt", "metrics.jsonl"]
-
-
-def test_an_epoch_that_is_only_evaluated_again_keeps_its_training_metrics(tmp_path):
-    save_epoch(tmp_path, 1, 50.0)
-    save_epoch(tmp_path, 1, 60.0, trained=0)
-    (row,) = weights.read_metrics(tmp_path)
-    assert (row["train"]["count"], row["train"]["acc1"]) == (10, 50.0)
-    assert row["val"]["acc1"] == 60.0
 
 
 def test_an_epoch_that_cannot_be_written_is_one_line(tmp_path, capsys):

@@ -1,4 +1,7 @@
-"""Each process evaluates a shard of its own; the sums are those of the whole set."""
+"""07_distributed_eval: the metrics are those of the whole set, on any number of ranks.
+
+Every sample counts once; batch norm is evaluated with rank 0's statistics.
+"""
 
 import pytest
 import torch
@@ -20,9 +23,7 @@ from tests.training import load_stage_for_vectors
 from tests.training import loaders_of
 from tests.training import mesh_of
 from tests.training import replace_data
-from tests.training import run_stage
 from tests.training import stage_args
-from tests.training import train_in_forks
 
 EVALUATING = with_feature("exact_eval")
 FIRST = EVALUATING[0]
@@ -53,15 +54,14 @@ def val_loader(module, n, batch_size):
 
 
 @pytest.mark.parametrize("stage", EVALUATING)
-@pytest.mark.parametrize("examples", [40, only_in_release(300)])
-def test_every_sample_is_evaluated_once(stage, examples):
+def test_every_sample_is_evaluated_once(stage):
     """By the loaders of up to 16 processes: this one is each of them in turn.
 
     What the fake processes exchange is lost; `make_loaders` only waits for the others.
     """
     module = load_stage_for_vectors(stage)
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=40, deadline=None, database=None)
     @given(
         n=strategies.integers(1, 200),
         processes=strategies.integers(1, 16),
@@ -167,28 +167,3 @@ def test_later_stages_evaluate_by_the_same_lines():
             if kind in features(stage) and "tensor_parallel" not in features(stage)
         ]
         assert all(text == texts[0] for text in texts)
-
-
-# 15 images for training are 3 for evaluation; 8 are 1, and a shard is empty.
-@pytest.mark.parametrize(
-    "stage, images",
-    [
-        only_in_release(stage, images, unless=(stage, images) == (FIRST, "15"))
-        for stage in with_feature("exact_eval", "images")
-        for images in ("15", "8")
-    ],
-)
-def test_a_resnet18_gets_the_metrics_of_its_saved_weights(
-    stage, images, trained, several, device, tmp_path
-):
-    """Batch norm's statistics are buffers: rank 0's are evaluated, and saved."""
-    flags = ["--arch", "resnet18", "--data", "fake", "--image-size", "8"]
-    flags += ["--images", images, "--batch-size", "4", "--dtype", "float64"]
-    flags += ["--lr", "0.001"]
-    if stage in with_feature("accumulation"):
-        flags += ["--grad-accum-steps", "1"]  # batch norm needs two samples in a batch
-    done = trained(stage, several, *flags, "--epochs", "1", how=train_in_forks)
-    flags += ["--evaluate", done.weights, "--device", device]
-    again = run_stage(stage, 1, flags, tmp_path)
-    assert again.stdout.startswith("val loss ")
-    assert done.epochs[0].endswith(again.stdout.strip())

@@ -1,10 +1,9 @@
-"""Exit codes: 0 of a run that succeeded, every time; 1 of one that cannot continue.
+"""docs/faults.md: a run that has diverged ends with exit code 1, on every rank.
 
-Every run that the other tests start asserts the first; here a hundred in a row do. That
-bad input ends a run with 2 is shown in test_bad_input.py.
+A run that succeeded ends with 0, every time: the other tests assert it of every run
+that they start, and here a hundred in a row do. Bad input is in test_bad_input.py.
 """
 
-import functools
 import re
 
 import pytest
@@ -15,7 +14,6 @@ from harness.stages import first_with
 from harness.stages import stages
 from harness.stages import with_feature
 from tests.conftest import only_in_release
-from tests.fault_injection import no_large_files
 from tests.training import injected
 from tests.training import run_stage
 from tests.training import small_workload
@@ -55,16 +53,6 @@ def test_a_loss_alone_ends_no_run(device, tmp_path):
     done = run_stage(FIRST, 1, flags, tmp_path / "run", root=root)
     assert done.stdout.count("val loss inf") == 2
     assert len(weights.read_metrics(tmp_path / "out")) == 2
-
-
-def test_weights_that_could_not_be_written_at_the_end(device, tmp_path):
-    """The run goes on to its end, and says by its exit code that they are missing."""
-    flags = ["--epochs", "2", "--device", device, "--out-dir", tmp_path / "out"]
-    prepare = functools.partial(no_large_files, 10_000, ranks=[None])
-    done = run_stage(FIRST, 1, flags, tmp_path / "run", code=1, prepare=prepare)
-    lines = re.findall(r"^epoch \d: \S+ not written \(.+\)$", done.stderr, re.M)
-    assert len(lines) == 2
-    assert re.findall("^epoch .:", done.stdout, re.M) == ["epoch 1:", "epoch 2:"]
 
 
 @pytest.mark.long

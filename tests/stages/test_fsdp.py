@@ -1,7 +1,8 @@
-"""Each process holds its shards of the weights: what is exchanged, saved and loaded.
+"""12_fsdp: a process holds its shards, and nothing else between the steps.
 
-That it trains the same weights, resumes and stops at a signal is shown in the tests
-that do so for every stage.
+What is gathered and reduced, evaluated, saved and loaded. The later stages shard the
+model by the same lines. That it trains the same weights, resumes and stops at a signal
+is shown in the tests that do so for every stage.
 """
 
 import functools
@@ -9,14 +10,11 @@ import functools
 import pytest
 import torch
 
-from common import meters
 from common.gpt import GPT
-from common.text import TextWindows
 from harness.commands import call_in_forks
 from harness.stages import first_with
 from harness.stages import reference
 from harness.stages import with_feature
-from harness.weights import max_abs_diff
 from tests import fsdp_ranks
 from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
@@ -30,8 +28,6 @@ from tests.training import train_in_forks
 
 SHARDED = with_feature("shards")
 STAGE = first_with("shards")
-# The later stages shard the model by the same lines.
-EACH = [only_in_release(stage, unless=stage == STAGE) for stage in SHARDED]
 PLAIN = reference(STAGE)
 SMALL = ("--width", "20", "--heads", "2")
 
@@ -67,18 +63,13 @@ def shard_sizes(weights, processes):
     return sizes
 
 
-@pytest.mark.parametrize(
-    "stage, processes",
-    [only_in_release(s, n, unless=s == STAGE) for s in SHARDED for n in (1, 2, 3)],
-)
-def test_a_process_holds_its_shards_of_weights_gradients_and_states(
-    stage, processes, steps
-):
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_process_holds_its_shards_of_weights_gradients_and_states(processes, steps):
     """And after a step nothing else: what was gathered has been freed.
 
     With three processes the shards are uneven, since 256 rows and 20 are not divisible.
     """
-    seen = steps(processes, stage, "--dtype", "float64")
+    seen = steps(processes, STAGE, "--dtype", "float64")
     weights = seen[0]["weights"]
     expected = shard_sizes(weights, processes)
     total = sum(weight.numel() for weight in weights.values())
@@ -92,25 +83,20 @@ def test_a_process_holds_its_shards_of_weights_gradients_and_states(
         assert rank["memory"] <= 4 * shards + padding + 2000  # and a few scalars
 
 
-@pytest.mark.parametrize("stage", EACH)
 @pytest.mark.parametrize(
     "processes, dtype, tolerance",
-    [
-        (2, "float64", 1e-12),
-        (3, "float64", 1e-12),
-        (2, "float32", 1e-6),
-    ],
+    [(2, "float64", 1e-12), (3, "float64", 1e-12), (2, "float32", 1e-6)],
 )
 def test_the_norm_and_the_weights_are_those_of_one_process(
-    stage, processes, dtype, tolerance, steps
+    processes, dtype, tolerance, steps
 ):
     """Every rank has the norm of the whole gradient, and gradients are averages.
 
     A sum in place of an average would hardly change AdamW's steps. In float64 torch
     averages in another way than in float32, so both are tested.
     """
-    (one,) = steps(1, stage, "--dtype", dtype)
-    several = steps(processes, stage, "--dtype", dtype)
+    (one,) = steps(1, STAGE, "--dtype", dtype)
+    several = steps(processes, STAGE, "--dtype", dtype)
     assert len(one["norms"]) == 2
     for rank in several:
         assert rank["norms"] == several[0]["norms"]
@@ -136,15 +122,14 @@ def bytes_of(weights):
     return [sum(each.nbytes for each in part) for part in (weights.values(), blocks)]
 
 
-@pytest.mark.parametrize("stage", EACH)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_collectives_of_a_step(stage, micro_batches, steps):
+def test_collectives_of_a_step(micro_batches, steps):
     """Of four blocks, and of the weights in no block.
 
     A forward pass gathers all five. A backward pass gathers the blocks again. Gradients
     are reduced once per step, after the last micro-batch.
     """
-    seen = steps(2, stage, "--grad-accum-steps", str(micro_batches))
+    seen = steps(2, STAGE, "--grad-accum-steps", str(micro_batches))
     whole, blocks = bytes_of(seen[0]["weights"])
     for rank in seen:
         gathered, _, gathered_bytes = kinds(rank, "all_gather")
@@ -153,66 +138,45 @@ def test_collectives_of_a_step(stage, micro_batches, steps):
         assert kinds(rank, "reduce_scatter")[::2] == (5, whole)
 
 
-@pytest.mark.parametrize("stage", EACH)
-@pytest.mark.parametrize(
-    "amp, dtype", [("bf16", torch.bfloat16), only_in_release("fp16", torch.float16)]
-)
-def test_mixed_precision_gathers_16_bits_and_averages_in_32(stage, amp, dtype, steps):
-    seen = steps(2, stage, "--amp", amp)
+def test_mixed_precision_gathers_16_bits_and_averages_in_32(steps):
+    seen = steps(2, STAGE, "--amp", "bf16")
     whole, blocks = bytes_of(seen[0]["weights"])
     for rank in seen:
-        assert kinds(rank, "all_gather") == (9, {dtype}, (whole + blocks) // 2)
+        assert kinds(rank, "all_gather") == (9, {torch.bfloat16}, (whole + blocks) // 2)
         assert kinds(rank, "reduce_scatter") == (5, {torch.float32}, whole)
         assert rank["params"] == whole // 2  # half of them, in 32 bits
         assert rank["norms"] == seen[0]["norms"]
-    full = steps(2, stage, "--dtype", "float32")[0]["norms"]
+    full = steps(2, STAGE, "--dtype", "float32")[0]["norms"]
     assert seen[0]["norms"] != full
     assert seen[0]["norms"] == pytest.approx(full, rel=0.02)
 
 
 # ---- evaluation ----------------------------------------------------------------------
-def test_an_empty_batch_adds_nothing_to_a_meter():
-    meter, nothing = meters.Meter("cpu"), torch.empty(0, 5, dtype=torch.int64)
-    logits = torch.empty(0, 5, 11)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), nothing.flatten())
-    assert loss.isnan()
-    meter.update(loss, logits, nothing)
-    assert meter.sums.tolist() == [0, 0, 0, 0]
-
-
-def test_a_text_gives_an_empty_batch():
-    windows = TextWindows(torch.arange(9, dtype=torch.uint8), 4)
-    inputs, targets = windows.__getitems__([])
-    assert inputs.shape == targets.shape == (0, 4)
-    assert inputs.dtype == targets.dtype == torch.int64
-
-
 # With 300 samples for training there are 33 to evaluate: 17 and 16, which are five
 # batches of 4 and four, or 9 and 8, which are two batches of 8 and one. With 15 there
 # is one.
-@pytest.mark.parametrize("stage", EACH)
 @pytest.mark.parametrize(
     "samples, batch_size, processes",
     [(300, 8, 2), (15, 2, 2), only_in_release(300, 32, 4)],
 )
 def test_ranks_without_a_batch_evaluate_with_the_others(
-    stage, samples, batch_size, processes, device, tmp_path
+    samples, batch_size, processes, device, tmp_path
 ):
     """Its metrics are those of the plain model with the saved weights."""
     skip_without_gpus(processes, device)
-    work = small_workload(stage, samples)
+    work = small_workload(STAGE, samples)
     windows, local = work.val // WINDOW, batch_size // processes
     most, fewest = -(-windows // processes), windows // processes
     assert -(-most // local) == -(-fewest // local) + 1
     flags = [*work.flags, "--batch-size", str(batch_size), "--epochs", "1"]
     flags += ["--dtype", "float64", "--device", device, "--timeout", "30"]
-    done = train_in_forks(stage, processes, flags, tmp_path)
+    done = train_in_forks(STAGE, processes, flags, tmp_path)
     (row,) = done.rows
     assert row["val"]["count"] == work.val
     again = [*flags, "--evaluate", done.weights]
     one = run_stage(PLAIN, 1, again, tmp_path / "plain")
     assert done.epochs[0].endswith(one.stdout.strip())
-    several = run_stage(stage, processes, again, tmp_path / "sharded")
+    several = run_stage(STAGE, processes, again, tmp_path / "sharded")
     assert done.epochs[0].endswith(several.stdout.strip())
 
 
@@ -248,14 +212,12 @@ def test_a_checkpoint_is_whole_and_knows_the_weights_by_their_names(saved):
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize("processes", [2, only_in_release(3)])
-def test_only_rank_0_has_the_whole_state_and_reads_it(processes, tmp_path):
+def test_only_rank_0_has_the_whole_state_and_reads_it(tmp_path):
     """The others give it their shards, and get them from it."""
-    arguments = (STAGE, tmp_path)
-    seen = see(fsdp_ranks.save_and_load, processes, *arguments, folder=tmp_path)
+    seen = see(fsdp_ranks.save_and_load, 2, STAGE, tmp_path, folder=tmp_path)
     total = sum(each.nbytes for rank in seen for each in rank["weights"])
     assert seen[0]["gathered"] >= 3 * total  # and two averages of each
-    assert [rank["gathered"] for rank in seen[1:]] == [0] * (processes - 1)
+    assert [rank["gathered"] for rank in seen[1:]] == [0]
     assert seen[0]["loads"] == 1 and seen[0]["opened"] >= 1
     for rank in seen[1:]:
         assert rank["loads"] == rank["opened"] == 0
@@ -263,14 +225,3 @@ def test_only_rank_0_has_the_whole_state_and_reads_it(processes, tmp_path):
         assert rank["steps"] == 1
         assert not all(map(torch.equal, rank["weights"], rank["before"]))
         assert all(map(torch.equal, rank["weights"], rank["after"]))
-
-
-# ---- the scripts ---------------------------------------------------------------------
-@pytest.mark.parametrize("stage", EACH)
-def test_on_one_process_no_bit_differs_from_a_plain_model(stage, trained):
-    """In float32; on more processes the order of additions does."""
-    flags = ("--epochs", "2", *small_workload(stage).flags)
-    done = trained(stage, 1, *flags, how=train_in_forks)
-    one = trained(PLAIN, 1, *flags, how=train_in_forks)
-    assert max_abs_diff(done.weights, one.weights) == 0
-    assert done.epochs == one.epochs

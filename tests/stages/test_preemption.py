@@ -1,11 +1,10 @@
-"""Stage 10: at a signal all ranks stop after the same step, with a checkpoint.
+"""docs/faults.md, from 10 on: told to stop, all ranks save after the same step.
 
-What is shown first, that a stopped run ends with the same bits, is shown of the later
-stages as well.
+A stopped run ends with the bits of one that was not. This is shown of the later stages
+as well.
 """
 
 import os
-import re
 import signal
 from functools import partial
 
@@ -22,7 +21,6 @@ from tests.fault_injection import RANKS
 from tests.fault_injection import no_step
 from tests.fault_injection import signalled
 from tests.fault_injection import signalled_at_file
-from tests.fault_injection import signalled_before_handler
 from tests.fault_injection import signalled_from_outside
 from tests.fault_injection import signalled_while_evaluating
 from tests.fault_injection import slow_to_write
@@ -122,7 +120,6 @@ def test_ranks_that_get_the_signal_in_different_steps_stop_after_the_same(
     assert_resumes_and_finishes(run, reference)
 
 
-@pytest.mark.parametrize("stage", [STAGE, only_in_release(SPLITS)], indirect=True)
 def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG001
     """A launcher would take the first end for a failure, and kill rank 0."""
     slow = partial(slow_to_write, 1.5)
@@ -135,36 +132,22 @@ def test_no_rank_ends_before_the_checkpoint_is_written(run, two):  # noqa: ARG00
 
 
 # ---- loading, evaluating, ending -----------------------------------------------------
-LOADING = {
-    "loading": partial(signalled_at_file, "open", f"*/{SAMPLES}.txt", "SIGTERM"),
-    "just_before_signals_are_caught": partial(signalled_before_handler, 1, "SIGTERM"),
-}
-
-
 @pytest.mark.fault(
     since="signals",
     what="SIGTERM or SIGUSR1 while the run loads data or a checkpoint",
     sees="it ends at once; the next run says `resumed from step`",
     lost="nothing",
 )
-@pytest.mark.parametrize(
-    "stage, moment",
-    [
-        (STAGE, "just_before_signals_are_caught"),
-        (SPLITS, "loading"),
-        only_in_release(SPLITS, "just_before_signals_are_caught"),
-    ],
-    indirect=["stage"],
-)
-def test_a_signal_during_loading_ends_the_run_at_once(moment, run, reference, fault):
+@pytest.mark.parametrize("stage", [SPLITS], indirect=True)
+def test_a_signal_during_loading_ends_the_run_at_once(run, reference, fault):
     """The signals' default action ends it: there is nothing to save."""
     run.stop(7, "SIGTERM")
     before = run.files()
-    done = run.run(code=None, prepare=LOADING[moment])
+    loading = partial(signalled_at_file, "open", f"*/{SAMPLES}.txt", "SIGTERM")
+    done = run.run(code=None, prepare=loading)
     # A rank that is still connecting when another one ends loses the connection: 1.
-    codes = {1, -signal.SIGTERM} if moment == "loading" else {-signal.SIGTERM}
     assert -signal.SIGTERM in exit_codes(done), done
-    assert codes.issuperset(exit_codes(done)), done
+    assert {1, -signal.SIGTERM}.issuperset(exit_codes(done)), done
     assert run.files() == before
     done = assert_resumes_and_finishes(run, reference)
     fault.assert_seen(done.stdout)
@@ -229,44 +212,11 @@ def test_the_short_script_saves_the_bare_model(tmp_path):
     torch.nn.Linear(8, 1).load_state_dict(state["model"])
 
 
-def test_the_short_script_takes_the_variables_of_srun(tmp_path):
-    """So the job file can start it, too."""
-    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": commands.free_port()}
-    command = ["python", SHORT, "--checkpoint-dir", tmp_path / "saved"]
-    done = commands.run(command, **slurm, **where)
-    assert done.stdout.splitlines()[-1] == "rank 0 took steps 1 to 60"
-
-
 # ---- the workers of the loaders ------------------------------------------------------
-@pytest.mark.release
-def test_workers_that_are_not_protected_die_of_the_signal(tmp_path):
-    """Then torch ends the rank, with the words of docs/symptoms.md, before it saves."""
-    command = (
-        "torchrun --standalone --nproc-per-node=1"
-        f" {STAGE}/demos/unprotected_workers.py TERM {STAGE}/train.py"
-        " --device cpu --epochs 2 --workers 1 --checkpoint-dir"
-    )
-    done = commands.run([*command.split(), tmp_path / "lost"], code=1)
-    said = (
-        r"RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Terminated"
-    )
-    assert re.search(said, done.stderr)
-    assert [path.name for path in (tmp_path / "lost").iterdir()] == [
-        "step-000000030.pt"
-    ]
-
-
-@pytest.mark.parametrize(
-    "start_method",  # Python 3.14 made forkserver the default
-    ["fork", only_in_release("forkserver")],
-)
-def test_a_rank_that_fails_ends_the_workers_of_its_loaders(
-    start_method, device, tmp_path
-):
+def test_a_rank_that_fails_ends_the_workers_of_its_loaders(device, tmp_path):
     run = Run(STAGE, tmp_path, device, "--workers", "2", processes=1)
     looked = tmp_path / "looked"
-    with run.start(prepare=partial(no_step, start_method, looked)) as job:
+    with run.start(prepare=partial(no_step, looked)) as job:
         job.wait_for("an optimizer step")
         members = job.processes[1:]
         assert len(members) >= 2
@@ -309,7 +259,6 @@ register_optimizer_step_post_hook(wait)
     "stop, saved",
     [
         (signal.SIGTERM, [3]),
-        only_in_release(signal.SIGINT, []),
         only_in_release(signal.SIGHUP, []),
     ],
 )

@@ -1,8 +1,8 @@
-"""Every rank draws random numbers of its own, although all begin with the same weights.
+"""03_ddp_launch/what_goes_wrong: each rank draws random numbers of its own.
 
-The processes of a stage that spawns them cannot be prepared to note their numbers; it
-has the same line. That dropout draws the same numbers in a resumed run is shown in
-test_resume.py.
+All begin with the same weights nevertheless. A stage that spawns its processes, which
+cannot be prepared to note their numbers, has the same line. That dropout draws the
+same numbers in a resumed run is shown in test_resume.py.
 """
 
 import functools
@@ -17,7 +17,7 @@ from harness.stages import ROOT
 from harness.stages import features
 from harness.stages import first_with
 from harness.stages import with_feature
-from tests.training import changed
+from tests.conftest import only_in_release
 from tests.training import run_stage
 from tests.training import small_workload
 
@@ -60,7 +60,14 @@ def numbers(two, device, tmp_path):
     return get
 
 
-@pytest.mark.parametrize("stage", with_feature("torchrun"))
+# The later ones have the same line.
+DEFAULT = [first_with(feature) for feature in ("torchrun", "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [only_in_release(s, unless=s in DEFAULT) for s in with_feature("torchrun")],
+)
 def test_ranks_draw_different_numbers(stage, numbers):
     """For dropout, and for the workers that read their samples.
 
@@ -70,11 +77,3 @@ def test_ranks_draw_different_numbers(stage, numbers):
     assert not torch.equal(first["dropout"], second["dropout"])
     if "checkpoints" not in features(stage):
         assert first["seed"] != second["seed"]
-
-
-def test_without_a_seed_for_each_rank_they_draw_the_same(numbers, tmp_path):
-    stage = first_with("torchrun")
-    root = changed(stage, tmp_path / "copy", (LINE, "pass"))
-    first, second = numbers(stage, root)
-    assert first["seed"] == second["seed"]
-    assert torch.equal(first["dropout"], second["dropout"])

@@ -1,4 +1,4 @@
-"""A rank fails, is killed or hangs, or a launcher is stopped: everything ends soon."""
+"""docs/faults.md: when a rank fails, or a launcher is stopped, the whole run ends."""
 
 import contextlib
 import os

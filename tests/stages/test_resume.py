@@ -1,8 +1,8 @@
-"""Stage 09: a run that is killed and resumed ends with the weights of one that was not.
+"""docs/faults.md, from 09 on: a killed run resumes, and ends with the same weights.
 
-So do the later stages. Signals are the subject of test_preemption.py, checkpoints in
-shards that of test_sharded_checkpoints.py, and common/checkpoint.py by itself that of
-test_checkpoint.py.
+And what it refuses to resume from. Signals are the subject of test_preemption.py,
+checkpoints in shards that of test_sharded_checkpoints.py, and common/checkpoint.py by
+itself that of test_checkpoint.py.
 """
 
 import json
@@ -30,9 +30,7 @@ from harness.stages import registry
 from harness.stages import with_feature
 from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
-from tests.fault_injection import hide_checkpoints
 from tests.fault_injection import in_folder
-from tests.fault_injection import infinite_gradient
 from tests.fault_injection import nan_logits
 from tests.fault_injection import no_large_files
 from tests.fault_injection import no_step
@@ -55,7 +53,6 @@ from tests.resume_harness import take_step
 from tests.resume_harness import uninterrupted
 from tests.training import DOUBLE
 from tests.training import assert_one_error_line
-from tests.training import changed
 from tests.training import injected
 from tests.training import load_stage
 from tests.training import plain
@@ -204,21 +201,17 @@ def test_kills_while_a_file_is_written(
 # Squeezenet drops half of what reaches its last layer. There are 10 steps in an epoch.
 DROPOUT = ("--data", "fake", "--images", "120", "--image-size", "32")
 DROPOUT += ("--batch-size", "12", "--arch", "squeezenet1_1", *EVERY_2)
-SEEDED = "torch.manual_seed(derive_seed(args.seed, state.step, dist.get_rank()))"
 
 
-@pytest.mark.parametrize("seeded", [True, only_in_release(False)])
-def test_dropout_draws_the_same_numbers(seeded, two, device, tmp_path):
-    line = SEEDED if seeded else SEEDED.partition("(")[2][:-1]  # without manual_seed
-    root = changed(STAGE, tmp_path / "copy", (SEEDED, line))
-    whole = Run(STAGE, tmp_path / "whole", device, *DROPOUT, root=root, processes=two)
+def test_dropout_draws_the_same_numbers(two, device, tmp_path):
+    whole = Run(STAGE, tmp_path / "whole", device, *DROPOUT, processes=two)
     whole.run()
-    parts = Run(STAGE, tmp_path / "parts", device, *DROPOUT, root=root, processes=two)
+    parts = Run(STAGE, tmp_path / "parts", device, *DROPOUT, processes=two)
     parts.stop(7, "SIGKILL")
     assert parts.latest() == 6
     parts.run()
-    difference = max_abs_diff(whole.out_dir / "last.pt", parts.out_dir / "last.pt")
-    assert (difference == 0) == seeded
+    last = [run.out_dir / "last.pt" for run in (whole, parts)]
+    assert max_abs_diff(*last) == 0
 
 
 # ---- torchrun's restarts -------------------------------------------------------------
@@ -285,10 +278,9 @@ def stopped_at_16(device, tmp_path_factory):
     return get
 
 
-PAIRS = [(STAGE, *pair) for pair in [(1, 1), (1, 2), (2, 3), (3, 3)]]
+PAIRS = [(STAGE, *pair) for pair in [(1, 1), (1, 2), (3, 3)]]
 PAIRS += [(each, *pair) for each in SHARDS for pair in [(2, 1), (2, 3)]]
-FEW = [(STAGE, 1, 1), (STAGE, 3, 3), (SHARDS[0], 2, 3), (IN_FOLDERS, 2, 1)]
-FEW += [(IN_FOLDERS, 2, 3)]
+FEW = [(STAGE, 1, 2), (STAGE, 3, 3), (SHARDS[0], 2, 3), (IN_FOLDERS, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -423,15 +415,19 @@ def test_if_none_can_be_read_the_run_does_not_start_over(stopped, fault):
     lost="nothing is written or removed",
 )
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, two, fault):  # noqa: ARG001
+@pytest.mark.usefixtures("two")
+def test_a_checkpoint_that_one_rank_does_not_see(rank, stopped, tmp_path, fault):
     """All try what any rank sees: otherwise some would start from scratch."""
-    before = stopped.files()
-    done = stopped.run(code=2, prepare=partial(hide_checkpoints, rank))
+    before, paths = stopped.files(), [f"checkpoints/{p.name}" for p in stopped.paths()]
+    (tmp_path / "another disk").mkdir()
+    prepare = partial(in_folder, tmp_path / "another disk", rank)
+    options = {"cwd": stopped.folder, "prepare": prepare, "code": 2}
+    done = stopped.run("--checkpoint-dir", "checkpoints", **options)
     fault.assert_seen(done.stdout + done.stderr)
     lines = [line for line in done.stdout.splitlines() if "skipping" in line]
     why = "(it must be on a disk that every node sees)"
-    assert lines == [f"skipping checkpoint {path} {why}" for path in stopped.paths()]
-    assert_refused(stopped, done, f"no checkpoint in {stopped.checkpoint_dir} can be")
+    assert lines == [f"skipping checkpoint {path} {why}" for path in paths]
+    assert_refused(stopped, done, "no checkpoint in checkpoints can be read")
     assert stopped.files() == before
 
 
@@ -480,7 +476,7 @@ def test_a_second_run_in_one_directory_does_not_start(several, device, tmp_path,
     first = Run(STAGE, tmp_path, device, *EVERY_4, processes=several)
     second = Run(STAGE, tmp_path, device, "--seed", "9", processes=several)
     second.folder, ends = tmp_path / "second", tmp_path / "ends"
-    waiting = partial(no_step, None, ends)
+    waiting = partial(no_step, ends)
     with first.start(prepare=waiting) as job:
         job.wait_for("an optimizer step", times=several)
         done = second.run(code=2)
@@ -494,13 +490,7 @@ def test_a_second_run_in_one_directory_does_not_start(several, device, tmp_path,
 
 
 # ---- whose checkpoint it is ----------------------------------------------------------
-each_kind = pytest.mark.parametrize(
-    "stage",
-    [
-        only_in_release(each, unless=each in (STAGE, SHARDS[0], IN_FOLDERS))
-        for each in STAGES
-    ],
-)
+each_kind = pytest.mark.parametrize("stage", [STAGE, IN_FOLDERS])
 
 
 @pytest.mark.fault(
@@ -536,19 +526,12 @@ def test_a_checkpoint_is_of_one_run_wherever_it_is(stage, two, device, tmp_path,
     " the same data, or another directory`; exit code 2",
     lost="nothing is written or removed",
 )
-@pytest.mark.parametrize(
-    "stage",
-    [
-        only_in_release(each, unless=each in (SHARDS[0], IN_FOLDERS))
-        for each in with_feature("checkpoints", "text")
-    ],
-)
-def test_a_text_that_was_replaced_is_refused(stage, two, device, tmp_path, fault):
+def test_a_text_that_was_replaced_is_refused(two, device, tmp_path, fault):
     """The new one is as long, and differs in one byte."""
     text = tmp_path / "text.txt"
     text.write_bytes((ROOT / "common/text.txt").read_bytes()[:5000])
     flags = (*EVERY_2, "--text-file", text)
-    run = Run(stage, tmp_path, device, *flags, processes=two)
+    run = Run(IN_FOLDERS, tmp_path, device, *flags, processes=two)
     run.stop(7, "SIGKILL")
     before = run.files()
     text.write_bytes(b"\0" + text.read_bytes()[1:])
@@ -580,7 +563,7 @@ def with_another_weight(path):
     " error: --checkpoint-dir: no checkpoint in ... can be read`; exit code 2",
     lost="nothing is written or removed",
 )
-@pytest.mark.parametrize("stage", [STAGE, IN_FOLDERS])
+@each_kind
 def test_ranks_that_read_different_checkpoints(stage, two, device, tmp_path, fault):
     """Otherwise each would train on from its own, without an error."""
     run = Run(stage, tmp_path / "disk", device, *EVERY_2, processes=two)
@@ -598,17 +581,6 @@ def test_ranks_that_read_different_checkpoints(stage, two, device, tmp_path, fau
     assert run.files() == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(stopped):
-    """As after a change of the script that no flag tells of."""
-    for path in stopped.paths():
-        state = read_state(path)
-        state["model"].popitem()
-        torch.save(state, path)
-    done = stopped.run(code=2)
-    for one in done.ranks:
-        assert_one_error_line(one, f"--checkpoint-dir: {stopped.paths()[0]}: ")
-
-
 # ---- corrupt checkpoints, full disks, losses that are not finite ---------------------
 @pytest.mark.fault(
     since="checkpoints",
@@ -618,14 +590,9 @@ def test_a_checkpoint_of_another_model_is_refused(stopped):
     " before",
     lost="the steps between the two, which are done again",
 )
-@pytest.mark.parametrize(
-    "stage", [STAGE, only_in_release(first_with("shards", "checkpoints"))]
-)
-def test_corrupt_checkpoints_are_skipped(
-    stage, trained, several, device, tmp_path, fault
-):
+def test_corrupt_checkpoints_are_skipped(trained, several, device, tmp_path, fault):
     """In test_checkpoint.py there are more kinds of them."""
-    run = Run(stage, tmp_path, device, *EVERY_2, processes=several)
+    run = Run(STAGE, tmp_path, device, *EVERY_2, processes=several)
     run.stop(7, "SIGKILL")
     latest, older = run.paths()
     latest.write_bytes(latest.read_bytes()[:-5000])
@@ -633,7 +600,7 @@ def test_corrupt_checkpoints_are_skipped(
     fault.assert_seen(done.stdout)
     assert done.stdout.count(f"skipping checkpoint {latest} (") == 1
     assert resumed_from(done.stdout) == [step_of(older)] == [4]
-    assert_same(run.out_dir, uninterrupted(trained, stage, several))
+    assert_same(run.out_dir, uninterrupted(trained, STAGE, several))
     run.assert_no_step_is_lost_or_doubled()
 
 
@@ -695,18 +662,10 @@ def test_a_disk_that_becomes_read_only_ends_no_run(
     assert_same(run.out_dir, uninterrupted(trained, stage, two))
 
 
-@pytest.mark.parametrize(
-    "stage, fault",
-    [
-        (STAGE, nan_logits),
-        # of this step the loss is finite
-        only_in_release(SHARDS[0], infinite_gradient),
-    ],
-)
-def test_what_is_not_finite_is_not_saved(stage, fault, two, device, tmp_path):
+def test_what_is_not_finite_is_not_saved(two, device, tmp_path):
     """Of weights: a loss makes them so. The last valid checkpoint stays."""
-    run = Run(stage, tmp_path, device, *EVERY_1, processes=two)
-    done = run.run(code=1, prepare=partial(fault, 3))
+    run = Run(STAGE, tmp_path, device, *EVERY_1, processes=two)
+    done = run.run(code=1, prepare=partial(nan_logits, 3))
     lines = [line for line in done.stdout.splitlines() if "not saved" in line]
     why = "not saved, since training has diverged"
     assert lines == [f"step {step}: {why}" for step in range(3, STEPS // 2 + 1)]

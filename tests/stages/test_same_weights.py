@@ -1,4 +1,4 @@
-"""Every stage trains the same model to the same weights, on any number of processes."""
+"""README.md: each stage trains the same weights as one process, to 1e-10 in float64."""
 
 import functools
 import os
@@ -13,19 +13,14 @@ from harness.stages import first_with
 from harness.stages import reference
 from harness.stages import stages
 from harness.stages import with_feature
-from nbtools.lesson import max_abs_diff
+from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import weights_kept
-from tests.fault_injection import without_ddp
-from tests.fault_injection import without_set_epoch
 from tests.training import DOUBLE
-from tests.training import call_all
 from tests.training import counts
 from tests.training import run_stage
 from tests.training import skip_without_gpus
 from tests.training import small_workload
-from tests.training import train
-from tests.training import train_copy_in_forks
 from tests.training import train_in_forks
 
 pytestmark = pytest.mark.slow  # its file comes early: it takes long
@@ -33,7 +28,7 @@ pytestmark = pytest.mark.slow  # its file comes early: it takes long
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED = with_feature("distributed")
 # Every stage runs on two processes, and these on one more number.
-MORE = [("ddp", 1), ("exact_eval", 3), ("signals", 4), ("text", 3), ("shards", 3)]
+MORE = [("ddp", 1), ("exact_eval", 3), ("signals", 4), ("shards", 3)]
 MORE = [(first_with(feature), processes) for feature, processes in MORE]
 # Before a release: on up to three processes, the first stage of each kind, and the last
 # ones for images and for text, which do all that the others do, on up to four.
@@ -158,39 +153,17 @@ LAUNCHED = {first_with("images"), first_with("torchrun"), first_with("spawn")}
 def test_a_copy_runs_by_its_command_learns_and_prints_what_the_first_prints(
     stage, trained, several
 ):
-    """A stage and common/, copied into an empty folder, and run from a third folder.
-
-    The others, before a release, do without launchers. That a language model learns is
-    shown in test_gpt.py, on more than this text.
-    """
+    """A stage and common/, copied into an empty folder, and run from a third folder."""
     flags = ("--epochs", "3", *work_of(stage).flags)
-    how = train if stage in LAUNCHED else train_copy_in_forks
     processes = several if "distributed" in features(stage) else 1
-    done = trained(stage, processes, *flags, how=how)
+    done = trained(stage, processes, *flags)
     losses = [row["train"]["loss"] for row in done.rows]
     assert len(losses) == 3
     if "images" in features(stage):
         assert losses[-1] < 0.1 * losses[0]
         assert done.rows[-1]["val"]["acc1"] >= 95
     assert losses == sorted(losses, reverse=True)
-    assert done.epochs == trained(reference(stage), 1, *flags, how=how).epochs
-
-
-@pytest.fixture(scope="module")
-def weights_of_each_rank(device, several, tmp_path_factory):
-    """Return a function that trains with DDP and returns the weights of every rank."""
-    if several < 2:
-        pytest.skip("a second process needs a second GPU")
-
-    def get(fault=None):
-        folder = tmp_path_factory.mktemp("ranks")
-        keep = functools.partial(weights_kept, 60, folder)
-        prepare = functools.partial(call_all, fault, keep)
-        flags = [*DOUBLE, "--device", device]
-        run_stage(first_with("ddp"), several, flags, folder, prepare=prepare)
-        return [torch.load(folder / f"{rank}.pt") for rank in range(several)]
-
-    return get
+    assert done.epochs == trained(reference(stage), 1, *flags).epochs
 
 
 def difference(one, other):
@@ -199,19 +172,10 @@ def difference(one, other):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def test_all_ranks_hold_the_same_weights(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank()
+def test_all_ranks_hold_the_same_weights(baseline, two, device, tmp_path):
+    keep = functools.partial(weights_kept, 60, tmp_path)
+    flags = [*DOUBLE, "--device", device]
+    run_stage(first_with("ddp"), two, flags, tmp_path / "run", prepare=keep)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(two))
     assert difference(first, second) == 0
     assert difference(first, torch.load(baseline.weights).values()) <= 1e-10
-
-
-def test_without_ddp_the_ranks_diverge(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank(without_ddp)
-    assert difference(first, second) > 1e-3
-    assert difference(first, torch.load(baseline.weights).values()) > 1e-3
-
-
-def test_without_set_epoch_the_weights_differ(weights_of_each_rank, baseline):
-    first, second = weights_of_each_rank(without_set_epoch)
-    assert difference(first, second) == 0
-    assert difference(first, torch.load(baseline.weights).values()) > 1e-3

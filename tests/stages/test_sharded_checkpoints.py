@@ -1,4 +1,6 @@
-"""Stage 13: no kill, no damage and no full disk makes it load a wrong checkpoint.
+"""docs/faults.md, from 13 on: no kill or full disk publishes a part of a checkpoint.
+
+A file that is missing or truncated is noticed on all ranks; a flipped bit is not.
 
 That the stage trains the same weights, resumes on any number of processes and stops at
 a signal is shown in the tests that do so for every stage; common/checkpoint.py is the
@@ -7,15 +9,12 @@ subject of test_checkpoint.py.
 
 import functools
 import os
-import pickle
 import re
 import shutil
 import signal
-from concurrent import futures
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from common import checkpoint
 from harness import commands
@@ -66,7 +65,7 @@ def args(group, module, tmp_path):  # noqa: ARG001
 SHARD = "__0_0.distcp"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "empty"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_shard_is_not_loaded(damage, module, args, capsys):
     """In one line; and what was loaded of it is overwritten.
 
@@ -80,9 +79,9 @@ def test_a_damaged_shard_is_not_loaded(damage, module, args, capsys):
         module.save_checkpoint(args, first)
         kept.append([plain(each).detach().clone() for each in first.model.parameters()])
     path, _ = checkpoint.find(args.checkpoint_dir, sharded=True)
-    content = (path / SHARD).read_bytes()
-    (path / SHARD).write_bytes(content[: len(content) // 2 * (damage == "truncated")])
-    if damage == "missing":
+    if damage == "truncated":
+        os.truncate(path / SHARD, (path / SHARD).stat().st_size // 2)
+    else:
         (path / SHARD).unlink()
     capsys.readouterr()
     module.load_latest(args, second)
@@ -122,19 +121,6 @@ def test_a_wrong_shard_is_not_noticed(damage, module, args, capsys, fault):
     fault.assert_seen(capsys.readouterr().out)
     pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
     assert not all(torch.equal(plain(one), plain(other)) for one, other in pairs)
-
-
-def test_shards_that_a_killed_save_has_left_are_not_published(module, args):
-    """A restart on fewer ranks does not write over all of them."""
-    state = app_state(STAGE, module, args, 0)
-    module.load_latest(args, state)
-    take_step(state)
-    left = args.checkpoint_dir / ".step-000000001.tmp/__7_0.distcp"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"of rank 7 of 8")
-    module.save_checkpoint(args, state)
-    (path,) = checkpoint.find(args.checkpoint_dir, sharded=True)
-    assert names(path) == {".metadata", SHARD, checkpoint.MANIFEST}
 
 
 # ---- runs that are killed ------------------------------------------------------------
@@ -263,61 +249,3 @@ def test_a_kill_while_a_thread_saves(tmp_path):
     torchrun(tmp_path, "train.py", *flags, "--out-dir", tmp_path / "whole")
     last = [tmp_path / run / "last.pt" for run in ("resumed", "whole")]
     assert max_abs_diff(*last) == 0
-
-
-@pytest.mark.release
-def test_one_group_for_saving_and_training_fails(tmp_path):
-    """With one of the messages that docs/symptoms.md has."""
-    done = torchrun(tmp_path, "demos/one_group.py", code=None)
-    assert done.returncode
-    said = "gloo::EnforceNotMet|[Tt]imed out|timeout|closed by peer|reset by peer"
-    assert re.search(said, done.stderr)
-
-
-@pytest.mark.release
-def test_a_thread_writes_the_weights_that_it_was_given(tmp_path):
-    """Not those of the steps that are taken meanwhile."""
-    done = torchrun(tmp_path, "demos/while_it_writes.py", tmp_path / "saved")
-    lines = done.stdout.splitlines()
-    assert lines.index("async_save has returned") == 3
-    assert lines[-1] == "it holds the weights of step 3"
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("group")
-def test_a_failed_save_in_a_thread_is_raised_by_result_alone(tmp_path):
-    (tmp_path / "a-file").touch()
-    state = {"weight": torch.ones(6)}
-    pending = dcp.async_save(state, checkpoint_id=tmp_path / "a-file/step-6")
-    futures.wait([pending])
-    with pytest.raises(dcp.CheckpointException, match="NotADirectoryError"):
-        pending.result()
-
-
-# ---- what DCP does not guard against -------------------------------------------------
-@pytest.mark.release
-def test_what_is_not_sharded_comes_from_several_ranks(tmp_path):
-    """Unless the planner takes all of it from rank 0."""
-    done = torchrun(tmp_path, "demos/dcp_replicas.py", tmp_path / "saved")
-    assert "default     1.running_mean is that of rank 1" in done.stdout
-    assert "default     3.running_mean is that of rank 0" in done.stdout
-    assert done.stdout.count("lowest_rank") == 2
-    assert not re.search("lowest_rank .* rank 1$", done.stdout, re.M)
-
-
-class Stranger:
-    def __reduce__(self):
-        return exec, ("import builtins; builtins.from_metadata = True",)
-
-
-@pytest.mark.release
-def test_reading_metadata_runs_the_code_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.from_metadata", False, raising=False)
-    dcp.save({"weight": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
-    metadata.storage_meta = Stranger()
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    state = {"weight": torch.zeros(6)}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert from_metadata  # noqa: F821, the code has set it
-    assert state["weight"].tolist() == [1] * 6

@@ -1,4 +1,7 @@
-"""The job files train, stop, resume and fail as the notebooks say, on a real Slurm."""
+"""docs/faults.md: jobs train on two nodes, are requeued and resume, or fail at once.
+
+By the job files of 06 and 10, on a real Slurm, as the notebooks of these stages say.
+"""
 
 import os
 import re
@@ -16,7 +19,6 @@ from tests.conftest import only_in_release
 from tests.slurm_cluster import EVERY
 from tests.slurm_cluster import Cluster
 from tests.slurm_cluster import SlurmJob
-from tests.slurm_cluster import missing_for_cgroup
 from tests.training import DOUBLE
 from tests.training import ENDLESS
 from tests.training import assert_one_error_line
@@ -37,9 +39,6 @@ CPU = ("--device", "cpu")
 LONG = ("--data", "fake", "--image-size", "8", "--images", "36000", "--epochs", "1")
 NEVER = ("--checkpoint-every", "1000000", *CPU)
 
-# Which processes get a signal depends on how Slurm finds the processes of a job.
-one_way = pytest.mark.parametrize("cluster", ["linuxproc", "cgroup"], indirect=True)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def require_slurm():
@@ -49,32 +48,20 @@ def require_slurm():
 
 
 @pytest.fixture(scope="module")
-def started_cluster(require_slurm):  # noqa: ARG001
-    """Return a function that starts the tests' clusters, each when it is first used."""
-    started = {}
-
-    def get(tracking):
-        if tracking not in started:
-            if tracking == "cgroup" and missing_for_cgroup():
-                pytest.skip(missing_for_cgroup())
-            one = Cluster(f"/run/local_cluster_of_the_tests_{tracking}", tracking)
-            one.script("stop")  # what a killed test run left
-            assert one.script("start").stdout.startswith("started\n")
-            started[tracking] = one
-            assert f" proctrack/{tracking}\n" in one.call("scontrol", "show", "config")
-        return started[tracking]
-
-    yield get
-    for one in started.values():
-        one.script("stop")
+def started(require_slurm):  # noqa: ARG001
+    """The tests' cluster. That of the notebooks finds a job's processes in cgroups."""
+    one = Cluster("/run/local_cluster_of_the_tests")
+    one.script("stop")  # what a killed test run left
+    assert one.script("start").stdout.startswith("started\n")
+    yield one
+    one.script("stop")
 
 
 @pytest.fixture
-def cluster(started_cluster, request):
-    """A cluster of the tests, without a job; what a test leaves there is cancelled."""
-    one = started_cluster(getattr(request, "param", "linuxproc"))
-    yield one
-    one.cancel_jobs()
+def cluster(started):
+    """The cluster, without a job; what a test leaves there is cancelled."""
+    yield started
+    started.cancel_jobs()
 
 
 @pytest.fixture
@@ -89,19 +76,13 @@ def grace_time(cluster):
 
 
 # ---- jobs train to the same weights, stopped or not ----------------------------------
-@pytest.mark.parametrize(
-    "per_node, files",
-    [
-        (1, [(SLURM, SRUN), (SIGNALS, TORCHRUN)]),
-        only_in_release(2, [(SIGNALS, SRUN), (SLURM, TORCHRUN)]),
-    ],
-)
+@pytest.mark.parametrize("per_node", [1, only_in_release(2)])
 def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
-    per_node, files, cluster, trained, tmp_path
+    per_node, cluster, trained, tmp_path
 ):
     """They run at once, with different seeds: none can get the gradients of another."""
     jobs = []
-    for seed, (stage, torchrun) in enumerate(files):
+    for seed, (stage, torchrun) in enumerate([(SLURM, SRUN), (SIGNALS, TORCHRUN)]):
         flags = (*CPU, *DOUBLE, "--seed", seed, "--out-dir", tmp_path / f"out-{seed}")
         folder = tmp_path / f"job-{seed}"
         folder.mkdir()
@@ -127,13 +108,9 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
         on_one = trained(reference(SLURM), 1, *flags, how=train_in_forks)
         assert max_abs_diff(tmp_path / f"out-{seed}/last.pt", on_one.weights) <= 1e-10
     kept = sorted(path.name for path in tmp_path.glob("job-*/own/step-*"))
-    signals = [stage for stage, _ in files if stage == SIGNALS]
-    assert kept == ["step-000000030.pt", "step-000000060.pt"] * len(signals)
+    assert kept == ["step-000000030.pt", "step-000000060.pt"]
 
 
-@pytest.mark.parametrize(
-    "cluster", ["linuxproc", only_in_release("cgroup")], indirect=True
-)
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted by a more urgent one",
@@ -160,14 +137,7 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
 
 
 @pytest.mark.usefixtures("grace_time")
-@pytest.mark.parametrize(
-    "cluster, torchrun",
-    [
-        ("linuxproc", SRUN),
-        only_in_release("cgroup", TORCHRUN),
-    ],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("torchrun", [SRUN, only_in_release(TORCHRUN)])
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted in a partition with a `GraceTime`",
@@ -193,7 +163,6 @@ def test_a_job_preempted_with_a_grace_time_resumes_by_itself(
 
 
 @pytest.mark.release
-@one_way
 @pytest.mark.fault(
     since="signals",
     what="a rank of a job is killed, with one torchrun on each node",
@@ -225,7 +194,6 @@ def test_torchruns_on_two_nodes_restart_a_killed_rank(
 
 
 @pytest.mark.release
-@one_way
 @pytest.mark.fault(
     since="signals",
     what="a job needs more time than its limit",
@@ -305,8 +273,7 @@ def test_a_job_preempted_while_it_loads_is_requeued(cluster, tmp_path):
     )
     job = cluster.submit(SIGNALS, cwd=tmp_path, SCRIPT=script)
     job.wait_for("loading", times=2)
-    words = ["--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 1"]
-    cluster.sbatch(*words, "--output=/dev/null", cwd=ROOT)
+    cluster.submit_urgent()
     job.wait("COMPLETED")
     assert "requeued, to resume from its beginning" in job.log()
     assert job.show()["Restarts"] == "1"
@@ -362,7 +329,6 @@ def test_a_flag_that_the_job_file_sets_itself_is_refused(tmp_path):
     " task`",
     lost="the run; in stage {checkpoints} the steps since the last checkpoint",
 )
-@one_way
 def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
     job = cluster.submit(SLURM, *CPU, *ENDLESS, cwd=tmp_path)
     job.wait_for("epoch 2: ")
@@ -383,11 +349,7 @@ def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
     lost="the run; in stage {checkpoints} the steps since the last checkpoint; in stage"
     " {signals} nothing",
 )
-@pytest.mark.parametrize(
-    "cluster, torchrun",
-    [("linuxproc", TORCHRUN), ("cgroup", SRUN)],
-    indirect=["cluster"],
-)
+@pytest.mark.parametrize("torchrun", [TORCHRUN, SRUN])
 def test_scancel_leaves_nothing_behind(torchrun, cluster, tmp_path, fault):
     """The jobs train another stage, as the variable SCRIPT says."""
     script = str(ROOT / first_with("exact_eval") / "train.py")
@@ -459,30 +421,3 @@ def test_without_srun_the_shell_of_a_job_is_no_launcher(stage, tmp_path):
     done = commands.run(words, tmp_path, code=2, **variables)
     command = f"start with sbatch {stage}/job.sbatch or torchrun "
     assert_one_error_line(done, f"RANK is not set; a launcher sets it: {command}")
-
-
-# ---- the local cluster ---------------------------------------------------------------
-def test_the_cluster_listens_on_loopback_only(cluster):
-    members = cluster.members()
-    assert {member.name() for member in members} >= {"munged", "slurmctld", "slurmd"}
-    connections = [each for one in members for each in one.net_connections("inet")]
-    listening = [each.laddr for each in connections if each.status == "LISTEN"]
-    wanted = [("127.0.0.1", cluster.port + n) for n in range(3)]
-    assert sorted(listening) == wanted
-
-
-@pytest.mark.parametrize(
-    "what, named",
-    [
-        ("start", "was not made by this script"),
-        ("stop", "was not made by this script"),
-        ("restart", "restart is not one of start, status and stop"),
-    ],
-)
-def test_a_wrong_call_of_the_cluster_touches_nothing(what, named, tmp_path):
-    (tmp_path / "mine").write_text("keep me")
-    done = Cluster(tmp_path).script(what, code=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("local_slurm.sh: error: ")
-    assert named in line
-    assert (tmp_path / "mine").read_text() == "keep me"

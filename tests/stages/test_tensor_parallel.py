@@ -1,4 +1,4 @@
-"""--tensor-parallel: any mesh trains, stops and resumes with one process's weights.
+"""14_tensor_parallel: any mesh trains, stops and resumes with one process's weights.
 
 That the stage does what every stage does, without the flag, is shown in the tests of
 all stages.
@@ -47,7 +47,7 @@ def rows(dp, tp):
 
 
 # ---- the same weights ----------------------------------------------------------------
-MESHES = [(1, 2), (2, 2), (1, 4), (3, 2), (2, 4)]
+MESHES = [(2, 2), (1, 2), (1, 4), (3, 2), (2, 4)]
 MORE = {
     "accumulation": ("--grad-accum-steps", "3"),
     "unclipped": ("--clip-grad", "1e9"),
@@ -57,7 +57,7 @@ MORE = {
 @pytest.mark.parametrize(
     "mesh, more",
     [
-        *(only_in_release(each, (), unless=each in MESHES[:2]) for each in MESHES),
+        *(only_in_release(each, (), unless=each == (2, 2)) for each in MESHES),
         *(only_in_release((2, 2), flags) for flags in MORE.values()),
     ],
     ids=str,
@@ -103,31 +103,18 @@ def test_all_rows_draw_the_same_text(trained, device):
     assert "sequential" not in done.stderr and "view" not in done.stderr
 
 
-def test_without_the_flag_nothing_is_different(trained, several):
-    """To the last bit, in float32."""
-    flags = ("--epochs", "1", *WORK.flags)
-    before = trained(BEFORE, several, *flags, how=train_in_forks)
-    done = trained(STAGE, several, *flags, how=train_in_forks)
-    assert max_abs_diff(before.weights, done.weights) == 0
-
-
-@pytest.mark.parametrize(
-    "amp", [only_in_release("off"), "bf16", only_in_release("fp16")]
-)
-def test_less_precision(amp, trained, device):
+def test_less_precision(trained, device):
     """It differs from stage 13's result by no more than the precision does."""
+    amp = ("--amp", "bf16")
     flag, processes = rows(2, 2)
     skip_without_gpus(processes, device)
     flags = ("--epochs", "2", *WORK.flags)
     full = trained(BEFORE, 1, *flags, how=train_in_forks)
-    before = trained(BEFORE, 1, *flags, "--amp", amp, how=train_in_forks)
-    done = trained(STAGE, processes, *flags, *flag, "--amp", amp, how=train_in_forks)
+    before = trained(BEFORE, 1, *flags, *amp, how=train_in_forks)
+    done = trained(STAGE, processes, *flags, *flag, *amp, how=train_in_forks)
     losses = [each.rows[1]["val"]["loss"] for each in (full, before, done)]
-    if amp == "off":
-        assert max_abs_diff(before.weights, done.weights) <= 3e-4
-    else:
-        assert losses[0] != losses[1]
-        assert losses[2] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] != losses[1]
+    assert losses[2] == pytest.approx(losses[1], abs=2e-3)
 
 
 def test_all_ranks_skip_a_step_that_overflows_on_one(device, tmp_path):
@@ -185,18 +172,6 @@ def test_a_run_is_resumed_on_other_meshes(trained, device, tmp_path):
     assert_same(run.out_dir, expected, atol=1e-10)
 
 
-@pytest.mark.release
-def test_a_run_killed_in_a_step_resumes(trained, device, tmp_path):
-    skip_without_gpus(4, device)
-    run = OnMesh(STAGE, tmp_path, device, "--dtype", "float64", *EVERY_4)
-    run.on(STAGE, 2, 2).stop(6, "SIGKILL", ranks=["3"])
-    assert run.latest() == 4
-    run.run()
-    run.assert_no_step_is_lost_or_doubled()
-    expected = uninterrupted(trained, reference(STAGE), 1, "--dtype", "float64")
-    assert_same(run.out_dir, expected, atol=1e-10)
-
-
 # Before which event a rank is killed, in one start after the other: of the new name of
 # a folder, or of a file that is opened.
 KILLS = [
@@ -237,7 +212,6 @@ def test_a_run_killed_while_it_saves_or_loads_resumes(trained, device, tmp_path)
             ["--tensor-parallel", "2", "--batch-size", "61"],
             "it must be divisible by the number of tp groups (2); try 60",
         ),
-        (2, ["--tensor-parallel", "0"], "--tensor-parallel: '0' is not an integer"),
     ],
 )
 def test_bad_input(processes, flags, named, tmp_path):

@@ -1,8 +1,7 @@
-"""Lines to paste from stage 14's notebooks do what these say.
+"""14_tensor_parallel: the lines that its notebooks offer to paste do what they say.
 
-`copies_that_differ` finds copies that differ, with the imports that what_goes_wrong
-names; the first lines of the three notebooks train as one process does. The mistakes
-assert what they show, and the notebook runs them.
+Those of the three notebooks' first cells train as one process does. The mistakes assert
+what they show, and the notebook runs them.
 """
 
 import gc
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from harness import commands
 from harness.stages import ROOT
@@ -24,15 +22,11 @@ from harness.stages import first_with
 pytestmark = pytest.mark.ci
 
 FOLDER = ROOT / first_with("tensor_parallel")
-NOTEBOOK = FOLDER / "what_goes_wrong.ipynb"
-CELLS = nbformat.read(NOTEBOOK, as_version=4).cells
-MARKDOWN = "\n".join(each.source for each in CELLS if each.cell_type == "markdown")
-PROGRAM = FOLDER / "demos/mistakes.py"
 
 
 def be_a_rank(rank, folder, function, groups):
     """Be one of the ranks of some tp groups of two; call a function of the mesh."""
-    sys.path.insert(0, str(PROGRAM.parent))
+    sys.path.insert(0, str(FOLDER / "demos"))
     store = dist.FileStore(str(folder / "store"), 2 * groups)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * groups)
     mesh = dist.init_device_mesh("cpu", (groups, 2), mesh_dim_names=("dp", "tp"))
@@ -44,38 +38,6 @@ def be_a_rank(rank, folder, function, groups):
 def call_in_tp_groups(function, folder, groups=1):
     arguments = [(rank, folder, function, groups) for rank in range(2 * groups)]
     commands.call_in_forks(be_a_rank, arguments)
-
-
-def copied_function():
-    """Return `copies_that_differ`, made from what the notebook shows of it alone."""
-    (imports,) = re.findall(r"```python\n(import torch\n.*?)```", MARKDOWN, re.DOTALL)
-    _, _, code = PROGRAM.read_text().partition("def copies_that_differ(")
-    code = "def copies_that_differ(" + code.partition("\n\n\n")[0]
-    found = {}
-    exec(imports + code, found)
-    return found["copies_that_differ"]
-
-
-def move_copies_apart(mesh):
-    from mistakes import make
-    from mistakes import shard
-    from mistakes import split
-
-    copies_that_differ, rank = copied_function(), mesh["tp"].get_local_rank()
-    for model in (shard(split(make(), mesh), mesh), make()):
-        assert copies_that_differ(model, mesh) == {}
-        with torch.no_grad():
-            weight = model.norm.bias
-            weight = weight.to_local() if isinstance(weight, DTensor) else weight
-            weight[3] += 0.5 * rank
-            if isinstance(model.head.weight, DTensor):
-                model.head.weight.to_local().add_(rank)  # not a copy: it is split
-        assert copies_that_differ(model, mesh) == {"norm.bias": 0.5}
-
-
-def test_copies_that_differ_are_found(tmp_path):
-    """Those of weights on the mesh, and of plain ones; what is split has no copies."""
-    call_in_tp_groups(move_copies_apart, tmp_path)
 
 
 # ---- lines to paste ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A step makes Python wait for the device in fp16 alone; the counter sees each wait."""
+"""05_amp/fp16: a step in fp16 makes Python wait three times, one in bf16 never."""
 
 import functools
 import json
@@ -6,13 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import distributed as dist
-from torch import nn
 
-from harness.commands import call_in_forks
-from harness.counting import Collectives
-from harness.counting import Waits
 from harness.counting import WaitsForDevice
 from harness.counting import between_steps
 from harness.stages import ROOT
@@ -22,17 +16,16 @@ from harness.stages import stages
 from tests.conftest import only_in_release
 from tests.training import changed
 from tests.training import run_stage
-from tests.training import sharded
 from tests.training import small_workload
 
 FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
 # The stages whose step is new in what could wait; the others before a release.
-QUICK = ["images", "ddp", "amp", "signals", "sharded_checkpoints"]
-QUICK = [first_with(feature) for feature in QUICK]
-BY_DEFAULT = ("off", "fp16")
+NEW = [("images", "off"), ("amp", "bf16"), ("amp", "fp16"), ("signals", "off")]
+NEW += [("sharded_checkpoints", "off")]
+NEW = [(first_with(feature), amp) for feature, amp in NEW]
 # A forked process is told to count. One that a script spawns is not.
 CASES = [
-    only_in_release(stage, amp, unless=stage in QUICK and amp in BY_DEFAULT)
+    only_in_release(stage, amp, unless=(stage, amp) in NEW)
     for stage in stages()
     for amp in (("off", "bf16", "fp16") if "amp" in features(stage) else ("off",))
     if "spawn" not in features(stage)
@@ -83,64 +76,3 @@ def test_a_printed_loss_is_a_wait(device, tmp_path):
     root = changed(stage, tmp_path / "changed", (old, new))
     counted = waits_per_step(stage, 1, ["--device", device], tmp_path, root)
     assert counted == [1]
-
-
-# ---- the counters --------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "operation, expected",
-    [
-        (lambda x: x.sum().item(), 1),
-        (lambda x: bool(x[0] > 0) and float(x[1]) > 0, 2),
-        (torch.nonzero, 1),
-        (lambda x: (x * 2).to(torch.float64), 0),
-        (lambda x: torch.nn.utils.clip_grad_norm_(x, 1.0), 0),
-    ],
-)
-def test_what_counts_as_a_wait(operation, expected, device):
-    values = torch.ones(3, device=device)
-    values.grad = torch.ones_like(values)
-    with Waits() as waits:
-        operation(values)
-    assert waits.count == expected
-
-
-def note_collectives(rank, folder):
-    """Be one of two ranks; save what was seen of some steps, as folder/RANK.pt."""
-    store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", store, rank=rank, world_size=2)
-    whole, shards = nn.Linear(9, 10), sharded(nn.Linear(9, 10))  # 100 numbers each
-    copies = nn.parallel.DistributedDataParallel(whole)
-    numbers = torch.ones(3, dtype=torch.float64)
-    steps = {
-        "DDP": lambda: copies(torch.ones(1, 9)).sum().backward(),
-        "FSDP2": lambda: shards(torch.ones(1, 9)).sum().backward(),
-        "DTensor": lambda: nn.utils.get_total_norm(shards.parameters()).full_tensor(),
-        "dist": lambda: dist.all_gather([numbers.clone(), numbers.clone()], numbers),
-        "barrier": dist.barrier,
-    }
-    seen = {}
-    for name, step in steps.items():
-        with Collectives() as collectives:
-            step()
-        seen[name] = collectives.seen, collectives.total()
-    torch.save(seen, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_collectives_are_seen_whoever_calls_them(tmp_path):
-    """And as what they are: gloo carries out a reduce-scatter as an all-reduce."""
-    call_in_forks(note_collectives, [(rank, tmp_path) for rank in range(2)])
-    single = torch.float32
-    gathered = ("all_gather", single, 200, 400)
-    reduced = ("reduce_scatter", single, 400, 400)
-    for rank in range(2):
-        seen = torch.load(tmp_path / f"{rank}.pt")
-        assert seen["DDP"][0] == [("all_reduce", single, 400, 400)]
-        assert seen["FSDP2"][0] == [gathered, reduced]
-        assert seen["FSDP2"][1] == {
-            "all_gather": {"calls": 1, "bytes": 200},
-            "reduce_scatter": {"calls": 1, "bytes": 400},
-        }
-        assert [name for name, *_ in seen["DTensor"][0]] == ["all_reduce"]
-        assert seen["dist"][0] == [("all_gather", torch.float64, 24, 48)]
-        assert seen["barrier"][0] == [("barrier", None, 0, 0)]
