@@ -274,7 +274,8 @@ def compare_facts(run, facts):
             continue
         texts = [f"{value} on {run.names(ranks)}" for value, ranks in values.items()]
         problems.append(f"{name} {', '.join(texts)}")
-    for gpu, ranks in ranks_by({r: gpu for r, (_, gpu) in facts.items()}).items():
+    gpus = {rank: (run.hosts[rank], gpu) for rank, (_, gpu) in facts.items()}
+    for (_, gpu), ranks in ranks_by(gpus).items():
         if gpu and len(ranks) > 1:
             problems.append(f"{run.names(ranks)} have one GPU together")
     shown.append(f"nodes: {len({*run.hosts.values()})}")

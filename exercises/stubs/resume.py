@@ -7,8 +7,7 @@ are each rank's own.
 A process may be killed at any moment, also in the middle of save(). Then the ranks are
 started again and call load().
 
-What is counted: the bytes that are written. What is the same on all ranks is written
-once.
+What is the same on all ranks has to be written once only.
 """
 
 

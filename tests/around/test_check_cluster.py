@@ -137,7 +137,7 @@ def test_rank_0_cannot_be_joined(tmp_path):
         ("aa", {"torch": "2.11"}, ["torch 2.15 on rank 0 (a), 2.11 on rank 1 (a)"]),
         ("ab", {"device": "cpu"}, ["device H on rank 0 (a), cpu on rank 1 (b)"]),
         ("aa", {"GPU": "0"}, ["ranks 0-1 (a) have one GPU together"]),
-        ("aa", {}, []),
+        ("ab", {"GPU": "0"}, []),
     ],
 )
 def test_ranks_that_do_not_fit(hosts, change, what):

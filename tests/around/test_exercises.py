@@ -27,7 +27,6 @@ MISTAKES = {
             "    return dist.all_reduce(tensor)\n    rank, n = ",
             "messages",
         ),
-        ("(rank + 1) % n", "rank + 1", "there is no rank 3: the last is 2"),
         ("tensor_split(n)", "chunk(n)", "it sends [4, 2, 4, 4] numbers of a tensor of"),
         ("        sending.wait()\n", "", "wait() 4 times for 8 collectives"),
         ("dist.isend(outgoing, right)", "dist.send(outgoing, right)", "in send (line"),
@@ -43,7 +42,6 @@ MISTAKES = {
             "torch.empty(incoming.shape, dtype=torch.float64)",
             "on 2 ranks, in float32: rank 0: ",
         ),
-        ("(rank - 1) % n", "(rank + 2) % 3", "on 2 ranks, in float32: rank 0: there i"),
     ],
     "ddp": [
         ("in module.parameters():", "in []:", "rank 1: it begins with its own weights"),
@@ -58,28 +56,11 @@ MISTAKES = {
             ", async_op=True)\n                work.wait()\n",
             "async",
         ),
-        (
-            "dist.all_reduce(numbers, async_op=True)",
-            'type("Later", (), {"wait": lambda _: dist.all_reduce(numbers)})()',
-            "nothing is sent before finish()",
-        ),
-        ("self.pending.clear()", "pass", "finish() calls wait() 6 times for 3 collec"),
         ("numbers /= dist.get_world_size()", "pass", "is 3 times too large, of the me"),
     ],
     "sampler": [
-        ("self.seed + self.epoch", "self.seed", "shuffles in each epoch, or for each"),
-        ("+ self.epoch)", "+ self.epoch + self.rank)", "rank 1: it has an order of it"),
+        ("self.seed + self.epoch", "self.seed", "shuffle=True, seed=7"),
         ("torch.Generator()", "torch", "torch's global generator has changed"),
-        (
-            "self.rank, None, self.n",
-            "self.rank * self.size, (self.rank + 1) * self.size",
-            "it has a block of the order",
-        ),
-        (
-            "itertools.cycle(order)",
-            "itertools.chain(order, itertools.repeat(order[-1]))",
-            "rank 1: it repeats the last sample",
-        ),
         (
             "self.n = dist.get_rank(), dist.get_world_size()",
             "self.n = dist.get_rank(), 3",
@@ -94,17 +75,10 @@ MISTAKES = {
             "after rank 2 was killed while it saved step 12, load() begins with half",
         ),
         ('f"step-{step:09}"', 'f"step-{step}"', "does it sort names as text"),
-        ('"random-{dist.get_rank()}.pt", w', '"random-0.pt", w', "rank 1: load() retu"),
         (
             '"model": model.state_dict()',
             '"model": dict(model.named_parameters())',
             "batches",
-        ),
-        ('optimizer.load_state_dict(state["optimizer"])', "pass", "optimizer's state"),
-        (
-            "if dist.get_rank() == 0:  # the rest",
-            "if True:  # the rest",
-            "written by one",
         ),
         ('"step": step,', '"step": step, "random": torch.rand(1),', "save() changes t"),
     ],
@@ -112,15 +86,9 @@ MISTAKES = {
         ("([self.piece], **o", "(self.weights, **o", "AdamW keeps state for 170 numbe"),
         ("nn.Parameter(piece.clone())", "nn.Parameter(piece)", "is a view into 171 nu"),
         (", **options)\n\n", ', lr=options["lr"])\n\n', "hand on all options"),
-        (
-            "        dist.all_gather_into",
-            "        dist.barrier()\n        dist.all_gather_into",
-            "barrier of 0",
-        ),
         (" / self.ranks\n", "\n", "the gradient of this rank's piece is 3 times too l"),
         ("weight.copy_(new.view_as(weight))", "pass", "are still the old ones"),
         ("        self.piece.grad = None\n", "", "it keeps 114 numbers besides the mo"),
-        ("weight.grad = None", "weight.grad.zero_()", "still have a .grad"),
     ],
     "fsdp": [
         (
@@ -141,11 +109,6 @@ MISTAKES = {
         ("        self.free()\n\n    def flat", "\n    def flat", "before the first f"),
         ("weight.grad = None", "pass", "in the backward pass of a block of"),
         (
-            "        self.gather()\n        outputs",
-            "        self.gather()\n        self.gather()\n        outputs",
-            "the forward pass calls all_gather of 79 numbers, all_gather of 79 numbers",
-        ),
-        (
             "mine if self.piece.grad is None else self.piece.grad + mine",
             "mine",
             "added to",
@@ -161,17 +124,16 @@ MISTAKES = {
         ("total = part.clone()", "total = part", "Sum's forward() changes what it is"),
         ("[dist.get_rank()].clone()", "[dist.get_rank()]", "clone it"),
         ("linear.weight, dim=0", "linear.weight, dim=1", "Column.weight is"),
-        ("linear.bias.detach().clone()", "linear.bias.detach()", "in the memory of th"),
         (
             "linear.weight, dim=0))",
             "linear.weight, dim=0))\n        self.whole = [linear]",
-            "keeps the whole layer",
+            "it needs nothing else of the layer",
         ),
         ("(part) + self.bias", "(part + self.bias)", "y has it 3 times"),
         ("Copy.apply(inputs)", "inputs", "so x goes through Copy, once"),
     ],
     "pipeline": [
-        ("min(stages - 1 - stage, count)", "count", "with 7 in flight at once"),
+        ("min(stages - 1 - stage, count)", "count", "the order is F0 F1 F2 F3 F4 F5"),
         (" / count  # the", "  # the", "a weight's gradient is off by"),
         ("kept = deque()  #", "like = inputs[0]\n    kept = deque()  #", "SIGABRT"),
         (
@@ -184,7 +146,6 @@ MISTAKES = {
             "in operations:\n        work.op(work.tensor, work.peer).wait()",
             "the ranks wait for each other: does each begin to send and to receive",
         ),
-        ("        work.wait()\n", "        pass\n", "train_step() calls wait() 0"),
         (
             "kept.append((x, y))",
             "kept.append((x, y))\n        part.all = [*getattr(part, 'all', []), y]",
@@ -247,9 +208,7 @@ def test_a_mistake_is_named(name, texts, words, run, tmp_path):
 # {an answer: what the check says of it}
 ODD = {
     "import os; os._exit(0)": "rank 0 ended its process, with exit code 0",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "was ended by SIGSEGV",
     "def all_reduce(tensor:": "SyntaxError: '(' was never closed",
-    "def all_reduce(tensor): print(tensor.nothing)": "'Tensor' object has no attribute",
     "import torch.distributed as dist\nwhile dist.get_rank() == 1: pass\n": (
         "rank 1 computes and does not end, in your code (line 2: while"
     ),
@@ -260,13 +219,6 @@ ODD = {
 @pytest.mark.parametrize("text", ODD)
 def test_an_answer_that_ends_its_process_or_does_not_end_is_named(text, run):
     assert ODD[text] in run("ring", text, 1)
-
-
-@pytest.mark.release
-def test_what_is_wrong_comes_before_what_it_causes(run):
-    text = "import torch.distributed as dist\n\n\ndef all_reduce(tensor):\n"
-    said = run("ring", f"{text}    dist.get_rank() or dist.barrier()\n", 1)
-    assert "rank 1: it sends [] numbers" in said
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])

@@ -165,10 +165,3 @@ def test_ranks_on_one_gpu_train_the_weights_of_one_process(trained, tmp_path):
     assert "3 processes on gloo" in done.stdout
     one = trained(stage, 1, *flags[:4], how=train_in_forks)
     assert max_abs_diff(one.weights, tmp_path / "last.pt") <= 1e-10
-
-
-@pytest.mark.parametrize("words", [["2"], ["0", "x.py"]])
-def test_ranks_on_one_gpu_need_a_number_and_a_script(words):
-    done = commands.run([*SHARED, *words], code=2)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("nccl_on_one_gpu.sh: error: ") and not done.stdout

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from harness import commands
 from harness.stages import ROOT
@@ -92,27 +91,6 @@ def test_the_optimizers_state_is_not_loaded_beside_gradients(tmp_path, gradients
         optimizer.zero_grad()
     load(tmp_path, model, optimizer)
     assert len(optimizer.state) == (0 if gradients else 4)
-
-
-@release
-@in_group
-def test_a_scheduler_takes_the_decayed_rate_after_dcp_load(tmp_path):
-    before, after = make(), make()
-    scheduler, right = CosineAnnealingLR(before[1], 10), make()
-    again = CosineAnnealingLR(right[1], 10)  # before loading
-    for _ in range(3):
-        take_steps(*before, number=1)
-        scheduler.step()
-    save(tmp_path, *before)
-    load(tmp_path, *after)
-    words = "param 'initial_lr' is not specified in param_groups[0]"
-    with pytest.raises(KeyError, match=re.escape(words)):
-        CosineAnnealingLR(after[1], 10, last_epoch=2)
-    assert CosineAnnealingLR(after[1], 10).base_lrs[0] < 0.08
-    load(tmp_path, *right)
-    again.load_state_dict(scheduler.state_dict())
-    assert again.base_lrs == [0.1]
-    assert right[1].param_groups[0]["lr"] == before[1].param_groups[0]["lr"]
 
 
 @release

@@ -300,6 +300,7 @@ def lock_and_wait(folder, answers):
 def test_a_folder_is_for_one_run_until_its_rank_0_ends(tmp_path):
     """Also if that is killed, and its workers have not noticed yet."""
     folder = tmp_path / "new"
+    commands.set_preloads()  # otherwise every later fork of this worker imports torch
     here, there = commands.forkserver.Pipe()
     args = (folder, there)
     other = commands.forkserver.Process(target=lock_and_wait, args=args)

@@ -91,6 +91,7 @@ def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, devi
     assert max_abs_diff(one.weights, done.weights) <= 1e-10
 
 
+@pytest.mark.ci
 def test_all_rows_draw_the_same_text(trained, device):
     """And print what one process prints."""
     flag, processes = rows(2, 2)
@@ -103,6 +104,7 @@ def test_all_rows_draw_the_same_text(trained, device):
     assert "sequential" not in done.stderr and "view" not in done.stderr
 
 
+@pytest.mark.ci
 def test_less_precision(trained, device):
     """It differs from stage 13's result by no more than the precision does."""
     amp = ("--amp", "bf16")
