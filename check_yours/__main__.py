@@ -27,14 +27,16 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from math import isnan
 from pathlib import Path
 
 import torch
 
 if not __package__:  # python FOLDER: its modules have names that a script's can have
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
-    __package__ = Path(__file__).resolve().parent.name
+    __package__ = "check_yours"  # whatever a copy of the folder is called
+    sys.modules[__package__] = types.ModuleType(__package__)
+    sys.modules[__package__].__path__ = [str(Path(__file__).resolve().parent)]
 from . import causes
 from . import run
 from .compare import Runs

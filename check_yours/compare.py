@@ -45,6 +45,14 @@ class Step:
             raise AttributeError(kind)
         return [line for line in self.lines if line["e"] == kind]
 
+    def leave_batches(self, loader):
+        """Forget what was read, and left unused when the loader began another pass."""
+        used = [n for n, line in enumerate(self.lines) if line["e"] == "forward"]
+        end = used[-1] if used else -1
+        rest = self.lines[end + 1 :]
+        rest = [x for x in rest if (x["e"], x.get("loader")) != ("batch", loader)]
+        self.lines[end + 1 :] = rest
+
     @property
     def got(self):
         """What the optimizer gets; {} if it calls a closure, which was not seen."""
@@ -96,6 +104,7 @@ class Trace:
                 self.loaders[line["id"]] = line
             elif kind == "pass":
                 self.passes.append((line["loader"], []))
+                step.leave_batches(line["loader"])
             elif kind == "outputs":
                 step.forward[-1]["outputs"] = line["outputs"]
             elif kind == "step":
@@ -718,6 +727,9 @@ def samples_part(c, s):
         return content_parts(c, s) if base == "index" else None
     elif many == total:
         d.place, d.known = "some samples", (wanted & got).total()
+    if one.number != steps[0].number:
+        facts = {"one_in": one.number, "in_pass": steps[0].number}
+        return Finding("steps", s, place="another pass", **facts)
     d.place, d.later = "alike" if d.alike else d.place, s > 0
     d.total, d.many, d.count = total, many, count_samples((steps[0].forward or [{}])[0])
     d.times_n = is_factor(many / total, c.n) or many > 1.5 * total and c.nodes > 1

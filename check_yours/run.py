@@ -373,7 +373,8 @@ def find_place(folder, rank, code, script):
         if OWN in path.parents or function in ("wrapper", "decorate_context"):
             continue
         if str(path).startswith(script):
-            return f"is in {called or function} ({path.name}:{line})"
+            where = f"is in {called}" if called else "waits"
+            return f"{where} ({path.name}:{line})"
         called = function
     return "has not begun" if code else "has ended"
 

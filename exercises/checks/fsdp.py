@@ -104,8 +104,8 @@ class Held:
         tensors += self.came + [
             each.grad for each in self.came if each.grad is not None
         ]
-        tensors += tensors_of_object(self.model)
-        right = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [t for t in tensors_of_object(self.model) if t.ndim]  # no buffers
+        right = [*self.model.parameters()]
         right += [each.grad for each in right if each.grad is not None]
         return numbers_in(tensors, right)
 
