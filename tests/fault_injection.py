@@ -213,8 +213,14 @@ def in_folder(folder, *ranks):
         os.chdir(folder)
 
 
-def use_mirror(url):
-    """Have torchvision download the CIFAR-10 of a test from `url`."""
+def on_two_machines(folders, url):
+    """Have ranks 0 and 1 be on one machine, and 2 and 3 on another.
+
+    folders: where each works. torchvision downloads the CIFAR-10 of a test from `url`.
+    """
+    machine, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    os.chdir(folders[machine])
     datasets.CIFAR10.url = url + datasets.CIFAR10.filename
     for name, value in files_of_cifar().items():
         setattr(datasets.CIFAR10, name, value)

@@ -26,7 +26,7 @@ from common import loader
 from common import text
 from harness.stages import first_with
 from tests.fault_injection import files_of_cifar
-from tests.fault_injection import use_mirror
+from tests.fault_injection import on_two_machines
 from tests.training import run_stage
 
 STATE = np.random.RandomState(0)
@@ -288,20 +288,24 @@ def serving(folder):
         server.shutdown()
 
 
-def test_three_ranks_download_once(cifar, tmp_path):
+@pytest.mark.parametrize("disks", [1, 2])
+def test_ranks_on_two_machines_download_once_for_each_disk(disks, cifar, tmp_path):
     """From a server on this machine, which counts what it is asked for."""
     archive = datasets.CIFAR10.filename
     with tarfile.open(cifar / archive, "w:gz") as file:
         file.add(cifar / CIFAR, CIFAR)
+    folders = [tmp_path / f"disk{machine % disks}" for machine in range(2)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
     with serving(cifar) as url:
-        flags = ["--data", "cifar10", "--data-dir", tmp_path / "data", "--download"]
+        flags = ["--data", "cifar10", "--data-dir", "data", "--download"]
         flags += ["--batch-size", "12", "--epochs", "1", "--device", "cpu"]
-        prepare = partial(use_mirror, url)
+        prepare = partial(on_two_machines, folders, url)
         done = run_stage(
-            first_with("torchrun"), 3, flags, tmp_path / "run", prepare=prepare
+            first_with("torchrun"), 4, flags, tmp_path / "run", prepare=prepare
         )
-    assert "3 processes on gloo" in done.ranks[0].stdout
+    assert "4 processes on gloo" in done.ranks[0].stdout
     assert not any(one.stdout for one in done.ranks[1:])
     # torchvision asks twice for a file that it downloads once: the first time to see
     # where the address leads.
-    assert Counter.asked == [archive] * 2
+    assert Counter.asked == [archive] * 2 * disks
