@@ -21,7 +21,7 @@ with two nodes, both on one machine. With NCCL, a rank that hangs or dies is rep
 differently: see [when it hangs](../06_slurm/when_it_hangs.ipynb).
 
 How long the others wait for a rank that hangs is up to `--timeout`. When a requeued job
-runs again is up to the queue. All else takes seconds.
+runs again is up to the queue. The rest takes seconds, or the launcher's 30 s.
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
@@ -31,8 +31,8 @@ directory for each run.
 
 From stage {checkpoints} on, a run resumes from the latest checkpoint in
 `--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
-steps, and removes older ones that are its own. What has the name of a new checkpoint, a
-corrupt one for example, gets a name that begins with `skipped-`. Only what is named
+steps, and removes older ones that are its own. A file that already has the name of a
+new checkpoint, such as a corrupt one, is renamed `skipped-...`. Only what is named
 `.step-*.tmp` is taken for the rest of a save that was killed, and removed. From stage
 {sharded_checkpoints} on, a checkpoint is a folder, which all processes write. Torch
 unpickles its `.metadata`, which can run any code. A `.metadata` that is damaged or of
@@ -49,7 +49,7 @@ terminal that closes, end the run without a checkpoint.
 These end a run, and have no row: standard output on a disk that is full; and a pause,
 of a job that is suspended for example, that is longer than `--timeout`, since its ranks
 may have been waiting for each other. On NFS, which was not tried, the lock of a machine
-that crashed probably stays until the server releases it.
+that crashed may stay until the server releases it.
 
 | stages | what happens | what you see | what is lost | test |
 |---|---|---|---|---|

@@ -346,8 +346,8 @@ def test_a_rank_that_is_killed_fails_the_job(cluster, tmp_path, fault):
     what="a job is cancelled with scancel",
     sees="the job's state CANCELLED, and `CANCELLED` in its log; no process and no port"
     " of it is left",
-    lost="the run; in stage {checkpoints} the steps since the last checkpoint; in stage"
-    " {signals} nothing",
+    lost="the run; in stage {checkpoints} the steps since the last checkpoint; from"
+    " stage {signals} on nothing",
 )
 @pytest.mark.parametrize("torchrun", [TORCHRUN, SRUN])
 def test_scancel_leaves_nothing_behind(torchrun, cluster, tmp_path, fault):
