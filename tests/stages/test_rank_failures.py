@@ -72,8 +72,7 @@ register_optimizer_step_post_hook(fail)
 @pytest.mark.fault(
     since="distributed",
     what="a rank raises an exception",
-    sees="the traceback of that rank, here `RuntimeError: rank 1 failed`; exit"
-    " code 1",
+    sees="the traceback of that rank, here `RuntimeError: rank 1 failed`; exit code 1",
     lost="the run; from stage {checkpoints} on the steps since the latest checkpoint",
 )
 @pytest.mark.parametrize("stage", [TORCHRUN, SPAWN])
