@@ -8,7 +8,9 @@ python memory.py --gpus 64 --tokens-per-second 7000 --total-tokens 15e9 --bandwi
 The model is Llama-3-8B, or that of a config.json of transformers (--config), with a
 Llama's blocks. --room says how many GPUs it takes, with a twentieth of each left free.
 The table has a column for each moment of a training step. Its lines are upper bounds,
-which are not all reached at once, so the fullest column is one, too.
+and so is the fullest column. That column was compared with the bytes that a small Llama
+takes on two CPU ranks, by default and with float32, ddp, --activation-checkpointing and
+--lora-rank. --room, --grad-accum, --groups blocks, adamw-8bit and hours are not tested.
 
 What it assumes:
 - AdamW as on a GPU, where it updates all weights at once. Weights, gradients and
@@ -17,9 +19,8 @@ What it assumes:
   time, as from the second micro-batch on.
 - --lora-rank freezes the weights, in bf16 unless --precision is float32, and adds two
   matrices of this rank, in float32, to each linear layer of a block.
-- --optimizer adamw-8bit has averages of a byte, as torchao and bitsandbytes have, in
-  blocks of 256; those of vectors and adapters stay in float32. It updates one tensor at
-  a time.
+- --optimizer adamw-8bit has averages of a byte, in blocks of 256, as torchao has; those
+  of vectors and adapters stay in float32. It updates one tensor at a time.
 - --groups says what fully_shard is called on: "ends": each block, the embedding, the
   head, and then the model (if the head has the embedding's weight, both stay in the
   root); "blocks": each block and the model. "ddp" is DDP instead.
