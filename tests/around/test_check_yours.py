@@ -273,7 +273,7 @@ MISTAKES = {
     "differs between the ranks": {
         "calls the Sequential, not the Dist": [(CALL, "train_one_epoch(model")],
         "the model is in no Distributed": [(WRAP, "    ddp_model = model\n")],
-        "autograd.grad (after.py:29) goes past": [PAST],
+        "autograd.grad (after.py:30) goes past": [PAST],
         "frozen, or not there, when Distributed": [
             before(WRAP, "model[0].requires_grad_(False)"),
             before(OPTIMIZER, "model[0].requires_grad_(True)"),
@@ -305,7 +305,7 @@ MISTAKES = {
         "and something changes it": [before(STEP, SQUARES)],
     },
     "is not that of one process (by": {
-        "what all_gather (after.py:30) returns has none": [gathered(PAIRS)],
+        "what all_gather (after.py:31) returns has none": [gathered(PAIRS)],
         "right, so it is in the loss": [loss(COMPARED)],
         "since the step before, mean is not that": centered("pass"),
     },
