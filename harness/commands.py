@@ -263,10 +263,14 @@ class ForkedJob(Job):
                 (place / name).write_text("")
         set_preloads()
         self.forks = []
-        for variables, place in zip(environments, self.folders, strict=True):
-            given = (arguments, place, str(cwd), variables, prepare)
-            self.forks.append(forkserver.Process(target=in_fork, args=given))
-            self.forks[-1].start()
+        try:
+            for variables, place in zip(environments, self.folders, strict=True):
+                given = (arguments, place, str(cwd), variables, prepare)
+                self.forks.append(forkserver.Process(target=in_fork, args=given))
+                self.forks[-1].start()
+        except BaseException:  # a signal, say: the job's context has not begun
+            kill([one for fork in self.forks if fork.pid for one in family(fork.pid)])
+            raise
         self.pid = self.forks[0].pid
         self.begin([place / name for place in self.folders for name in OUTPUTS])
 
