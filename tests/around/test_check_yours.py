@@ -56,7 +56,6 @@ OPTIMIZER = (
 )
 EPOCH = "        sampler.set_epoch(epoch)  # otherwise every epoch has the same order\n"
 EVALUATE = "        loss, accuracy = evaluate(model, val_loader, device)\n"
-VAL_SET = "    val_set = Subset(val_set, range(rank, len(val_set), world_size))\n"
 HEAD = "\n\n@torch.no_grad()\ndef evaluate("
 SEED = "    torch.manual_seed(0)\n"
 SAVE = (
