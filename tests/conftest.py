@@ -20,7 +20,7 @@ from harness.stages import ROOT
 from tests.training import counts
 from tests.training import train
 
-RUNS_NOTEBOOK = re.compile(r"notebook_runs_(\w+)\[(\S+\.ipynb)\]")
+RUNS_NOTEBOOK = re.compile(r"notebook_runs_\w+\[(\S+\.ipynb)\]")
 
 
 def only_in_ci(*values, unless=False):
@@ -67,7 +67,7 @@ def starts_slurm(notebook):
 def uses_slurm(item):
     """Return whether a test starts a Slurm cluster, and so often waits."""
     if notebook := RUNS_NOTEBOOK.search(item.nodeid):
-        return starts_slurm(notebook[2])
+        return starts_slurm(notebook[1])
     return item.path.name == "test_slurm.py"
 
 
@@ -108,7 +108,7 @@ class Scheduling(LoadFileScheduling):
         notebook = RUNS_NOTEBOOK.search(nodeid)
         if notebook is None:
             return super()._split_scope(nodeid)
-        if starts_slurm(notebook[2]) and notebook[1] != "without_what_it_starts":
+        if starts_slurm(notebook[1]):
             return "notebooks with Slurm"
         return nodeid
 
