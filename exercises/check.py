@@ -26,12 +26,10 @@ sys.path[0] = str(HERE.parent)
 
 from harness import commands
 
-PIECES = ("ring", "ddp", "sampler", "resume", "zero1", "fsdp", "column_row", "pipeline")
+PIECES = ("ring", "ddp", "fsdp", "column_row", "pipeline")
 # The runs of a check: the number of ranks, and torch's default dtype. The second one
-# finds what is written for three ranks, or for float64. `resume` has a training in
-# each, which is killed in all but the first and the last.
-RUNS = {name: [(3, "float64"), (2, "float32")] for name in PIECES}
-RUNS["resume"] = [(3, "float64")] * 12
+# finds what is written for three ranks, or for float64.
+RUNS = [(3, "float64"), (2, "float32")]
 
 # Seconds. A limit runs only while no rank computes, so it does not matter how busy the
 # machine is.
@@ -47,7 +45,7 @@ GLOO_ABORTS = "gloo ends a rank if two give a call tensors of different size or 
 
 
 # ---- one rank ------------------------------------------------------------------------
-def be_a_rank(name, path, number, dtype, folder):
+def be_a_rank(name, path, dtype, folder):
     """Run the check, write (kind, text) of its error or ("", ""), and wait for the end.
 
     If this process ended first, the others would see errors of their connections to it
@@ -63,8 +61,7 @@ def be_a_rank(name, path, number, dtype, folder):
     torch.set_default_dtype(getattr(torch, dtype))
     # Not ended by gloo before: the parent knows better when nothing happens.
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
-    check = importlib.import_module(f"exercises.checks.{name}")
-    check = check.PHASES[int(number)] if hasattr(check, "PHASES") else check.check
+    check = importlib.import_module(f"exercises.checks.{name}").check
     said = ("", "")
     try:
         check(load(path), dist.get_rank())
@@ -102,18 +99,16 @@ def explain(error, path):
 
 
 # ---- all ranks -----------------------------------------------------------------------
-def run(name, path, number, folder):
-    """Run one of a check's RUNS on all ranks; return what is wrong, "" for nothing.
+def run(name, path, ranks, dtype, folder):
+    """Run a check on all ranks; return what is wrong, "" for nothing.
 
     What they print is printed at the end, each line with its rank.
     """
-    ranks, dtype = RUNS[name][number]
     words = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", HERE / "check.py"]
-    work, results = folder / "work", folder / f"run-{number}"
-    work.mkdir(exist_ok=True)
-    words += [name, path, number, dtype, results]
+    results = folder / dtype
+    words += [name, path, dtype, results]
     said, died = {}, {}
-    with commands.start(words, results, forks=True, cwd=work) as job:
+    with commands.start(words, results, forks=True, cwd=folder) as job:
 
         def is_over():
             codes = {rank: fork.exitcode for rank, fork in enumerate(job.forks)}
@@ -135,15 +130,13 @@ def run(name, path, number, folder):
     for rank, screen in enumerate(screens):
         for line in screen.stdout.splitlines():
             print(f"rank {rank}: {line}")
-    # In `resume`, a rank kills itself, and others may lose their connection to it.
-    meant = [-signal.SIGKILL] if name == "resume" else []
-    for rank, code in sorted(died.items()):
-        if code not in meant:
-            return f"rank {rank} {how_it_died(code, screens[rank].stderr, path)}"
+    if died:
+        rank = min(died)
+        return f"rank {rank} {how_it_died(died[rank], screens[rank].stderr, path)}"
     for rank, (kind, text) in sorted(said.items()):
-        if kind == "AssertionError" or kind and not died:
+        if kind:
             return f"rank {rank}: {text}"
-    if died or not waiting:
+    if not waiting:
         return ""
     lines = [f"  rank {rank} has ended" for rank in said]
     lines += [f"  rank {n} waits in {where(screens[n].stderr, path)}" for n in waiting]
@@ -180,9 +173,9 @@ def check(name, path):
     """Check an answer; return what is wrong, "" for nothing."""
     commands.preloaded[:] = ["torch", "harness.commands", f"exercises.checks.{name}"]
     with tempfile.TemporaryDirectory() as folder:
-        for number, (ranks, dtype) in enumerate(RUNS[name]):
-            if wrong := run(name, path, number, Path(folder)):
-                is_other = (ranks, dtype) != RUNS[name][0]
+        for ranks, dtype in RUNS:
+            if wrong := run(name, path, ranks, dtype, Path(folder)):
+                is_other = (ranks, dtype) != RUNS[0]
                 return (f"on {ranks} ranks, in {dtype}: " if is_other else "") + wrong
     return ""
 

@@ -2,9 +2,7 @@
 
 A check is a module with `check(answer, rank)`, which asserts, each time with a message
 that names the mistake. `answer` is the reader's module, and `rank` the rank that runs,
-one of a gloo group; check.py shows it in front of the message. In place of it, a module
-can have PHASES, a list of such functions: each runs in new processes, in the same
-working folder, after the one before it.
+one of a gloo group; check.py shows it in front of the message.
 
 All ranks run the whole check, and the message of the lowest that fails is shown. A rank
 that has failed takes part in nothing more, so whoever comes to the next collective of
@@ -134,12 +132,6 @@ def check_close(what, ours, right, hint=""):
     assert not is_close(ours, n * right), f"{what} is {n} times too large{hint}"
     assert not is_close(n * ours, right), f"{what} is {n} times too small{hint}"
     raise AssertionError(f"{what} is off by {difference(ours, right):.0e}{hint}")
-
-
-def vector_of(tensors):
-    """Return tensors as one vector, with zeros up to a multiple of the ranks."""
-    vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return nn.functional.pad(vector, (0, -len(vector) % dist.get_world_size()))
 
 
 def check_piece(what, piece, right, hint=""):
