@@ -17,6 +17,7 @@ HERE = ROOT / "benchmarks"
 PAGE = (HERE / "README.md").read_text()
 
 
+@pytest.mark.release
 def test_stages_are_measured_against_the_limit(several, device, tmp_path):
     """A step sends the gradient, once, and waits for nothing."""
     stages = [first_with("images"), first_with("torchrun")]

@@ -89,6 +89,7 @@ def act_in(name, number, *_, **__):
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), number))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", [only_in_release("init_process_group"), "all_reduce"])
 def test_a_rank_for_which_the_others_wait(name, tmp_path):
     prepare = {1: partial(act_in, name, signal.SIGSTOP)}
@@ -103,12 +104,14 @@ def hang():
     dist.all_reduce = lambda *_, **__: signal.pause()
 
 
+@pytest.mark.release
 def test_ranks_that_are_stuck_say_so(tmp_path):
     done = run_ranks(tmp_path, 2, SHORT, prepare=dict.fromkeys(range(2), hang))
     what = f"ranks 0-1 ({HOST}): did not finish within 20 s"
     assert problems(done[0]) == [f"all_reduce of 1 MiB: {what}"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_rank_0_is_the_one(number, tmp_path):
     """It holds the store."""
@@ -117,6 +120,7 @@ def test_rank_0_is_the_one(number, tmp_path):
     assert done.returncode == 1 and not done.stdout and done.stderr
 
 
+@pytest.mark.release
 def test_rank_0_cannot_be_joined(tmp_path):
     """It was not started, or its port belongs to another program."""
     done = run_ranks(tmp_path, 2, SHORT, ranks=(1,))[1]

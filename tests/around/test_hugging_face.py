@@ -170,6 +170,7 @@ def test_a_rank_never_holds_the_whole_model(trained):
         assert seen["reduce_scatter"] == whole
 
 
+@pytest.mark.release
 def test_bf16_keeps_weights_in_float32(trained, tmp_path):
     words = command(FINE_TUNE, 2, pretrained("llama"), "--bf16", *DOUBLE[1:])
     screen = run(words, tmp_path).stdout
@@ -199,6 +200,7 @@ def kill_in_second_save():
     spy.kill_in_save(2)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "kind, processes, flags",
     [
@@ -231,6 +233,7 @@ def test_a_run_killed_while_it_saves_is_resumed(
 
 
 # ---- adapters ------------------------------------------------------------------------
+@pytest.mark.release
 @pytest.mark.parametrize(
     "kind, processes",
     [("llama", 2), only_in_release("llama", 3), only_in_release("llama-tied", 2)],
@@ -259,6 +262,7 @@ def test_adapters_are_equal_on_any_number_of_processes(kind, processes, trained)
     assert seen["calls"] == 4 and 0 <= seen["bytes"] - of_adapters < 8 * 4 * 7 * 2 * 2
 
 
+@pytest.mark.release
 def test_saved_adapters_are_loaded_by_peft(tmp_path):
     flags = (LORA, "--dtype=bfloat16", "--bf16", "--epochs=1")
     run(command(FINE_TUNE, 2, pretrained("llama"), *flags), tmp_path)

@@ -112,6 +112,7 @@ def counted(tmp_path_factory):
     return dict(zip(CASES, torch.load(folder / "0.pt"), strict=True))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("flags", CASES)
 def test_the_sum_is_an_upper_bound_and_close(flags, counted, tmp_path):
     """What is sent is exact."""

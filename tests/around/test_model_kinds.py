@@ -19,11 +19,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from harness import commands
 from harness.stages import ROOT
-from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import load_program
 
-pytestmark = [pytest.mark.ci, pytest.mark.slow]
+pytestmark = [pytest.mark.release, pytest.mark.slow]
 commands.preloaded += TRANSFORMERS
 
 SCRIPTS = ROOT / "your_own_script/hugging_face"
@@ -168,9 +167,7 @@ def names_in(folder):
     return names
 
 
-@pytest.mark.parametrize(
-    "name", [only_in_release(each, unless=each == "llava") for each in KINDS]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_model(name, tmp_path):
     kind = KINDS[name]()
     save_model(kind, tmp_path / "read")

@@ -140,6 +140,7 @@ def tune(folder, processes):
     return commands.run(words, folder, forks=True, **variables)
 
 
+@pytest.mark.release
 def test_the_trainer_prints_what_it_shows(tmp_path):
     _, printed = docstring(TRAINER)
     pattern = "\n".join(".*".join(map(re.escape, s.split("..."))) for s in printed)

@@ -155,6 +155,7 @@ def test_a_recipe_with_a_mistake_fails(recipe, tmp_path, device):
 SHARED = ["bash", FOLDER / "nccl_on_one_gpu.sh"]
 
 
+@pytest.mark.release
 def test_ranks_on_one_gpu_train_the_weights_of_one_process(trained, tmp_path):
     """Here with gloo; `make gpu PART=nccl-tests` does it with nccl."""
     stage = first_with("torchrun")

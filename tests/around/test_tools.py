@@ -112,7 +112,7 @@ def test_the_pages_name_only_targets_of_make(page):
 
 @pytest.mark.parametrize(
     "wanted",
-    [first_with("images"), only_in_ci(first_with("torchrun")), only_in_release("")],
+    [only_in_ci(first_with("images")), only_in_release("")],
 )
 def test_the_demo_ends_with_a_table_of_equal_weights(wanted):
     """Of a stage, or of all: each trains the weights of one process."""

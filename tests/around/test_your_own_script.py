@@ -86,7 +86,9 @@ def on_two(tmp_path_factory):
     return train(2, tmp_path_factory.mktemp("on_two"))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [only_in_release(c, unless=c.endswith(" ddp.py")) for c in COMMANDS]
+)
 def test_a_command_of_the_page_trains(command, tmp_path):
     """As it is typed, by the launcher; in the other tests, the processes are forks."""
     shutil.copytree(FOLDER, tmp_path / "copy")
@@ -168,6 +170,7 @@ def test_fsdp_trains_the_same_weights_as_ddp(processes, by_ddp, tmp_path):
     assert [seen for _, _, seen in by_fsdp.ranks[0]["sums"]] == [961] * 4
 
 
+@pytest.mark.release
 def test_fsdp_in_bf16(tmp_path):
     """In float32, with gathered weights and the layers' arithmetic in 16 bits."""
     done = run(torchrun(2, FSDP, "--bf16"), tmp_path)
@@ -177,6 +180,7 @@ def test_fsdp_in_bf16(tmp_path):
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
+@pytest.mark.release
 def test_a_run_that_is_killed_while_it_saves_is_resumed(by_ddp, tmp_path):
     """On another number of processes; in the end it has the weights of DDP."""
     prepare = functools.partial(spy.kill_in_save, 3)

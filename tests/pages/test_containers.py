@@ -45,6 +45,7 @@ def test_the_names_in_the_manifests_fit_together():
     assert 30 < seconds < POD["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.release
 def test_torchrun_is_process_1_and_understands_its_command():
     assert CONTAINER["command"] == ["sh", "-c"] and WORDS[:2] == ["exec", "torchrun"]
     args = get_args_parser().parse_args(WORDS[2:])

@@ -75,7 +75,7 @@ register_optimizer_step_post_hook(fail)
     sees="the traceback of that rank, here `RuntimeError: rank 1 failed`; exit code 1",
     lost="the run; from stage {checkpoints} on the steps since the latest checkpoint",
 )
-@pytest.mark.parametrize("stage", [TORCHRUN, SPAWN])
+@pytest.mark.parametrize("stage", [TORCHRUN, only_in_release(SPAWN)])
 def test_a_rank_that_raises_ends_the_run(stage, train, tmp_path, fault):
     job = train(stage, root=injected(stage, tmp_path / "copy", FAILS_IN_EPOCH_3))
     assert job.wait().returncode == 1
@@ -91,7 +91,7 @@ def test_a_rank_that_raises_ends_the_run(stage, train, tmp_path, fault):
     " code 1",
     lost="the run; from stage {checkpoints} on the steps since the latest checkpoint",
 )
-@pytest.mark.parametrize("stage", [TORCHRUN, SPAWN])
+@pytest.mark.parametrize("stage", [TORCHRUN, only_in_release(SPAWN)])
 def test_a_rank_that_is_killed_ends_the_run(stage, train, fault):
     job = train(stage)
     job.ranks()[1].kill()

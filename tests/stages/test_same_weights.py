@@ -144,7 +144,7 @@ def test_two_launchers_as_on_two_machines(baseline, two, device, tmp_path):
     assert max_abs_diff(tmp_path / "out/last.pt", baseline.weights) <= 1e-10
 
 
-LAUNCHED = {first_with("images"), first_with("torchrun"), first_with("spawn")}
+LAUNCHED = {first_with("images"), first_with("torchrun")}
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_a_preempted_job_resumes_by_itself(cluster, trained, tmp_path, fault):
         assert f", val {val}\n" in job.log()
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("grace_time")
 @pytest.mark.parametrize("torchrun", [SRUN, only_in_release(TORCHRUN)])
 @pytest.mark.fault(
