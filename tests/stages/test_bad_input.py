@@ -211,6 +211,7 @@ def test_a_batch_that_the_processes_cannot_divide(stage, tmp_path):
         assert "Traceback" not in one.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "stage, code", [(BY_TORCHRUN, 1), only_in_release(BY_SPAWN, 2)]
 )

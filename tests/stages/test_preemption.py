@@ -255,6 +255,7 @@ register_optimizer_step_post_hook(wait)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "stop, saved",
     [

@@ -117,6 +117,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(stage, train, fault):
     assert_gone(job.processes, [], LIMIT)
 
 
+@pytest.mark.ci
 def test_a_rank_waits_for_one_that_hangs_until_the_timeout(train):
     """Without a launcher, which would wait for the rank that hangs."""
     job = train(TORCHRUN, "--timeout", "20", forks=True)

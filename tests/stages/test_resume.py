@@ -236,6 +236,7 @@ register_optimizer_step_pre_hook(kill)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.fault(
     since="checkpoints",
     what="one rank or all of them are killed, under `--max-restarts=3`",

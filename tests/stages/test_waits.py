@@ -19,6 +19,7 @@ from tests.training import run_stage
 from tests.training import small_workload
 
 FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
+SAMPLES = 720  # 15 steps, in batches of 48
 # The stages whose step is new in what could wait; the others before a release.
 NEW = [("images", "off"), ("amp", "bf16"), ("amp", "fp16"), ("signals", "off")]
 NEW += [("sharded_checkpoints", "off")]
@@ -45,8 +46,8 @@ def count_waits(folder):
 
 
 def waits_per_step(stage, processes, flags, folder, root=ROOT):
-    """Return what each rank counted in an epoch of 30 steps."""
-    flags = ["--epochs", "1", *small_workload(stage).flags, *flags]
+    """Return what each rank counted in an epoch of 15 steps."""
+    flags = ["--epochs", "1", *small_workload(stage, SAMPLES).flags, *flags]
     prepare = functools.partial(count_waits, folder)
     run_stage(stage, processes, flags, folder, root=root, prepare=prepare)
     return [json.loads(path.read_text()) for path in folder.glob("waits-*.json")]
