@@ -21,6 +21,7 @@ from harness import commands
 from harness.stages import first_with
 from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
+from tests.fault_injection import late_to_clean
 from tests.fault_injection import no_large_files
 from tests.fault_injection import signalled_at_file
 from tests.resume_harness import EVERY_4
@@ -155,6 +156,13 @@ def test_kills_while_a_checkpoint_is_written(kills, trained, two, device, tmp_pa
     assert_same(run.out_dir, uninterrupted(trained, STAGE, two))
     run.assert_no_step_is_lost_or_doubled()
     assert names(run.checkpoint_dir) == {".lock", "step-000000016", "step-000000020"}
+
+
+def test_no_rank_begins_a_save_before_rank_0_has_cleaned(two, device, tmp_path):
+    run = Run(STAGE, tmp_path, device, *EVERY_4, processes=two)
+    seen = tmp_path / "seen"
+    run.run(prepare=functools.partial(late_to_clean, seen))
+    assert seen.read_text() == ""
 
 
 # ---- one rank of two -----------------------------------------------------------------
