@@ -1,8 +1,8 @@
 """A GAN under DDP: what do I wrap, and in which order may I call the two networks?
 
-Wrap both. Take the discriminator's step first, as most scripts do: a backward pass
-after each of its calls, the first one inside `no_sync()`, so that the second sends the
-sum. Then freeze it for the generator's step, and call it there without its wrapper. If
+Wrap both, and keep the order of your steps. In the discriminator's step, run a backward
+pass after each of its calls, the first one inside `no_sync()`, so that the second sends
+the sum. Freeze it for the generator's step, and call it there without its wrapper. If
 it is not frozen, and the generator's backward pass comes between the discriminator's
 forward and backward pass, DDP takes the wrong gradients for its own: those of the
 discriminator are no longer averaged, and there is no error.

@@ -14,30 +14,23 @@ HEAD = """# What the stages survive, and what a failure costs
 
 <!-- `make update` writes this page from the marks of the tests -->
 
-A test produces every row, in one of the stages that it names: it makes the fault
-happen, and finds the words in `this type` in the output, where `...` stands for
-anything. It does so on CPUs with gloo. Where a row speaks of a job, there is a Slurm
-with two nodes, both on one machine. With NCCL, a rank that hangs or dies is reported
-differently: see [when it hangs](../06_slurm/when_it_hangs.ipynb).
-
-How long the others wait for a rank that hangs is up to `--timeout`. When a requeued job
-runs again is up to the queue. The rest takes seconds, or the launcher's 30 s.
+Each row has a test, which makes the fault happen in one of the row's stages, and finds
+the words in `this type` in the output. There, `...` stands for anything. The tests run
+on CPUs with gloo, and those of Slurm jobs on two nodes that one machine simulates. With
+NCCL, a rank that hangs or dies is reported differently: see
+[when it hangs](../06_slurm/when_it_hangs.ipynb).
 
 *What is lost* is training. With `--out-dir`, the stages write weights and metrics after
 every epoch. They are enough to use the network, but not enough to resume its training.
-Nobody checks whose files are in that directory: a run replaces those of another run, or
-adds its rows to them. An epoch that could not be written has no row. So name a new
-directory for each run.
+A run replaces another run's files in that directory, or adds rows to them, so name a
+new one for each run.
 
 From stage {checkpoints} on, a run resumes from the latest checkpoint in
 `--checkpoint-dir`. It writes one after every epoch and one every `--checkpoint-every`
-steps, and removes older ones that are its own. A file that already has the name of a
-new checkpoint, such as a corrupt one, is renamed `skipped-...`. Only what is named
-`.step-*.tmp` is taken for the rest of a save that was killed, and removed. From stage
-{sharded_checkpoints} on, a checkpoint is a folder, which all processes write. Torch
-unpickles its `.metadata`, which can run any code. A `.metadata` that is damaged or of
-another run is refused before that, but not one that somebody made on purpose. So name a
-directory in which only people whom you trust can write.
+steps, and removes older ones that are its own. From stage {sharded_checkpoints} on, a
+checkpoint is a folder, which all processes write. Torch unpickles its `.metadata`,
+which can run any code, so name a directory in which only people whom you trust can
+write.
 
 From stage {signals} on, a run that is told to stop finishes the step and writes a
 checkpoint. *Nothing* is lost only if that takes less time than the sender
@@ -46,10 +39,8 @@ partition's `GraceTime`, and torchrun's 30 s. Otherwise the steps since the last
 checkpoint are lost. Signals other than SIGTERM and SIGUSR1, for example that of a
 terminal that closes, end the run without a checkpoint.
 
-These end a run, and have no row: standard output on a disk that is full; and a pause,
-of a job that is suspended for example, that is longer than `--timeout`, since its ranks
-may have been waiting for each other. On NFS, which was not tried, the lock of a machine
-that crashed may stay until the server releases it.
+Two faults that end a run have no row: standard output on a full disk, and a job that is
+suspended for longer than `--timeout`. NFS was not tried.
 
 | stages | what happens | what you see | what is lost | test |
 |---|---|---|---|---|
