@@ -7,7 +7,6 @@ tells the ranks of mp.spawn that their parent has died.
 """
 
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -19,12 +18,7 @@ from tempfile import TemporaryDirectory
 PYTHON, PROGRAM = sys.executable, Path(__file__).with_name("endless.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LAUNCHERS = {"mp.spawn": [PYTHON], "torchrun": [PYTHON, *TORCHRUN]}
-STOPS = {  # a terminal sends Ctrl-C to all processes that it has started
-    "Ctrl-C": (os.killpg, signal.SIGINT),
-    "SIGINT": (os.kill, signal.SIGINT),
-    "SIGTERM": (os.kill, signal.SIGTERM),
-    "SIGKILL": (os.kill, signal.SIGKILL),
-}
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 PATIENCE = 15  # seconds; ranks that still train then have not been stopped
 
 
@@ -53,14 +47,13 @@ def stop(how, launcher):
         )
         folder = Path(folder)
         started = wait_for(lambda: texts(folder, "*.pid"), 200)
-        send, number = STOPS[how]
-        send(parent.pid, number)
+        parent.send_signal(how)
         wait_for(lambda: texts(folder, "*.end"), PATIENCE)
         (folder / "enough").touch()
         ends = wait_for(lambda: texts(folder, "*.end"), 200)
         parent.wait(200)
         assert started and ends, f"{how}, {launcher}: the ranks did not start or end"
-    return f"{how:8} {launcher}: the ranks {' or '.join(sorted(set(ends)))}"
+    return f"{how.name:8} {launcher}: the ranks {' or '.join(sorted(set(ends)))}"
 
 
 def main():
