@@ -177,8 +177,8 @@ def test_a_mistake_is_named(name, texts, words, run, tmp_path):
 ODD = {
     "import os; os._exit(0)": "rank 0 ended its process, with exit code 0",
     "def all_reduce(tensor:": "SyntaxError: '(' was never closed",
-    "import torch.distributed as dist\nwhile dist.get_rank() == 1: pass\n": (
-        "rank 1 computes and does not end, in your code (line 2: while"
+    "from torch import distributed\nrank = distributed.get_rank()\nwhile rank: pass": (
+        "rank 1 computes and does not end, in your code (line 3: while"
     ),
 }
 
