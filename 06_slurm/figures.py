@@ -116,7 +116,7 @@ def when_a_run_hangs():
             "a branch that\nnot all ranks take",
         ),
         (
-            "4. Does the smoke test run\non these nodes?",
+            "4. Does check_cluster.py\nrun on these nodes?",
             "the network, or the links\nbetween a node's GPUs",
         ),
     ]

@@ -72,7 +72,6 @@ BENCHMARK = f"""
 """
 # The check of a cluster names a node by this variable, if there is one.
 NCCL = [
-    f"{ROOT}/06_slurm/demos/smoke_test.py",
     "--no-python bash -c 'SLURMD_NODENAME=machine$RANK python check_cluster.py'",
     *("after.py", "ddp.py", "fsdp_resumable.py"),
 ]

@@ -1,7 +1,7 @@
 """Do what signal_in_step_36.py does, with ranks that each look at their own signals.
 
 torchrun --standalone --nproc-per-node=2 \
-10_preemption/demos/without_should_stop.py TERM 10_preemption/train.py \
+10_preemption/demos/without_should_stop.py 10_preemption/train.py \
 --device cpu --epochs 2
 """
 
