@@ -635,7 +635,8 @@ def combine_passes(c, one, steps):
     if any(len(step.made) != count for step in steps):
         return None
     found = combine(one, [part for step in steps for part in step.made], c.one.size)
-    return found and [found[r * count : (r + 1) * count] for r in range(c.n)]
+    used = found and min(map(abs, found)) > 1e-6  # what is left out are other samples
+    return used and [found[r * count : (r + 1) * count] for r in range(c.n)]
 
 
 def where_it_is_computed(c, s, d):

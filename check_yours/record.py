@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as optim
 from torch.utils import data
 from torch.utils._pytree import tree_leaves
@@ -203,7 +204,6 @@ class Recorder:
             (fsdp, "fully_shard", self.shard),
             (fsdp.FSDPModule, "set_requires_gradient_sync", self.set_sync),
             (parallel, "parallelize_module", self.foreign),
-            (nn.DataParallel, "__init__", self.foreign),
             (fsdp.FullyShardedDataParallel, "__init__", self.foreign),
             (torch.autograd, "backward", self.backward),
             (torch.autograd, "grad", self.grad),
@@ -317,6 +317,8 @@ class Recorder:
     # ---- the models ------------------------------------------------------------------
     def call(self, call, module, *args, **kwargs):
         if not self.depth:
+            if isinstance(module, parametrize.ParametrizationList):
+                return call(module, *args, **kwargs)  # a weight, as of spectral_norm
             if next(module.parameters(), None) is None:  # a loss, or an activation
                 if next(module.buffers(), None) is not None:
                     with self.quietly():

@@ -179,9 +179,8 @@ def run(args, folder, processes=1, new_python=False, **options):
     a new Python, whose sets have another order, and do not fork.
     """
     folder.mkdir(parents=True)
-    script, flags = str(args.script), args.flags
+    script, flags, ranks = str(args.script), args.flags, {}
     local = max(processes // args.nodes, 1)
-    ranks = {}
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
