@@ -9,7 +9,6 @@ Where no certain rule applies, the cause is "not known", and the row says where 
 A row of notes is no mistake: what differs by nature.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,6 @@ from typing import NamedTuple
 from . import compare
 from .compare import Finding
 
-SITE = os.environ.get("CHECK_YOURS_SITE", "")  # the pages' address, where it is known
-YOURS = "Your own script"
 # What is told below another difference, because it does not follow from it.
 INDEPENDENT = ("stopped", "order", "draws", "files")
 
@@ -65,6 +62,8 @@ def diagnose(c):
     if from_one and parting and parting.s <= from_one.s:
         from_one = None
     found += [each for each in (parting, from_one) if each]
+    if not (found or c.equal or c.grew or any(c.codes)) and c.common:
+        found.append(compare.saved_parts(c))
     if c.hangs:
         found.append(find_stop(c))
     if c.equal and c.one:
@@ -114,10 +113,6 @@ def find_notes(c):
         notes.append(f"{event['how']} ({event['at']}): {says}")
     for event in c.ranks[0].all["unseen"]:
         notes.append(f"with this version of torch the check cannot see {event['what']}")
-    printing = [rank for rank, lines in enumerate(c.out) if rank and lines]
-    if printing:
-        line = c.out[printing[0]][0].strip()
-        notes.append(f'rank {printing[0]} prints, too: "{line}" ({YOURS}, row 14)')
     if c.dtype != "float64":
         notes.append(
             f"weights are in {c.dtype}: up to {c.rounding:g} is called rounding"
@@ -139,12 +134,12 @@ def tell(found, notes=()):
             text.format(**d)
             for text in (PLACES[d.place or d.kind], d.row.cause, d.row.cure)
         )
-        see = f"{d.row.see} {SITE}".strip()
         if d.row.note or d.kind == "printed":
-            lines += [("note", f"{seen}: {cause}"), ("", f"{cure} ({see})")]
+            lines += [("note", f"{seen}: {cause}"), ("", f"{cure} ({d.row.see})")]
         elif number or not d.explains:
-            lines.append(("then", f"{seen}: {cause} ({see})"))
+            lines.append(("then", f"{seen}: {cause} ({d.row.see})"))
         else:
-            lines += [("first", seen), ("cause", cause), ("cure", cure), ("see", see)]
+            lines += [("first", seen), ("cause", cause), ("cure", cure)]
+            lines += [("see", d.row.see)]
     lines += [("note", text) for text in notes]
     return [f"  {f'{name}:' * bool(name):7}{text}" for name, text in lines]

@@ -8,6 +8,7 @@ is done with the gradients. What differs earlier, and changes no gradient, expla
 nothing.
 """
 
+import functools
 import json
 import re
 from collections import Counter
@@ -144,12 +145,13 @@ class Runs:
     """What is compared: the ranks of a run, and one process.
 
     ranks: their traces; one: that of one process, or None. equal: whether the weights
-    that were written are equal. again: one process a second time; stirred: with other
-    random numbers; rehashed: with sets in another order. out: the lines that each rank
-    printed, one_out those of one process, and again_out those of a second run of it.
+    that were written are equal; grew: whether rounding can be why they are not. again:
+    one process a second time; stirred: with other random numbers; rehashed: with sets
+    in another order. out: the lines that each rank printed, one_out those of one
+    process, and again_out those of a second run of it.
     """
 
-    equal = hangs = False
+    equal = grew = hangs = False
     again = stirred = rehashed = None
     one_out = again_out = ()
 
@@ -245,6 +247,11 @@ def unequal(one, other, rounding=ROUNDING["float64"]):
     return [name for name, far in distances(one, other).items() if far > rounding]
 
 
+def unequal_to_one(sketches, rounding):
+    """Return the names of tensors that are not those of one process, the first."""
+    return unequal(merge(sketches[:1]), merge(sketches[1:]), rounding)
+
+
 def unequal_between_ranks(sketches, rounding=ROUNDING["float64"]):
     """Return the names of tensors that every rank has whole, and not the same."""
     merged = [merge([{n: s for n, s in x.items() if s[0] == 1}]) for x in sketches]
@@ -320,7 +327,7 @@ def tensors_of(step, what):
     """Return {(model, number of a tensor): [what it got or returned in each pass]}."""
     found = defaultdict(list)
     for forward in step.passes:
-        outputs = next((x[3] for x in forward.get("outputs", ()) if not x[0]), [])
+        outputs = next((x[2] for x in forward.get("outputs", ()) if not x[0]), [])
         each = outputs if what == "outputs" else forward.get("arguments", [])
         for number, tensor in enumerate(each):
             found[forward["model"], number].append(tensor)
@@ -352,13 +359,13 @@ def layer_that_parts(one, ranks):
     """Return the first layer whose output is not the ranks' together, or {}."""
     for forwards in zip(*(step.passes for step in (one, *ranks)), strict=False):
         each = [forward.get("outputs", []) for forward in forwards]
-        for (name, kind, second, tensors), *others in zip(*each, strict=False):
+        for (name, kind, tensors), *others in zip(*each, strict=False):
             if any(other[0] != name for other in others):
                 return {}  # the ranks do not call the same modules
             for k, tensor in enumerate(tensors if name else ()):
-                parts = [x[3][k] if k < len(x[3]) else None for x in others]
+                parts = [x[2][k] if k < len(x[2]) else None for x in others]
                 if not adds_up(tensor, parts):
-                    return {"layer": name, "layer_kind": kind, "second": second}
+                    return {"layer": name, "layer_kind": kind}
     return {}
 
 
@@ -387,20 +394,30 @@ def ranks_part(c):
     """Return where the ranks part from each other first, for certain."""
     for s in range(c.steps):
         _, steps = c.at(s)
-        d = own_start(c, s) or own_gradients(c, s, steps)
-        d = d or own_options(c, s) or own_state(c, s, steps) or own_weights(c, s, steps)
+        d = start_parts(c.ranks, "own start", unequal_between_ranks) if s == 0 else None
+        d = d or own_gradients(c, s, steps)
+        for rank, trace in enumerate(c.ranks):
+            d = d or options_part(c, s, "rank 0", c.ranks[0], f"rank {rank}", trace)
+        d = d or own_state(c, s, steps)
+        names = unequal_between_ranks([step.weights for step in steps], c.rounding)
+        d = d or names and Finding("own weights", s, names=names)
         if d:
             d.between, d.silent, d.passes = True, True, passes_of(steps)
-            d.update(who_changed(c, s) | returned(steps))
+            d.update(who_changed(c, s), closure=steps[0].facts["closure"])
             return d
     return None
 
 
-def own_start(c, s):
-    starts = [(trace.starts or [{}])[0] for trace in c.ranks]
-    if s == 0 and (names := unequal_between_ranks(starts)):
-        return Finding("start", s, place="own start", names=names)
-    return None
+def start_parts(traces, place, differ):
+    """Return where the first weights differ, if those that the models begin with do.
+
+    At the first call of step() SAM, for instance, has moved them.
+    """
+    names = differ([(trace.starts or [{}])[0] for trace in traces])
+    passes = [reversed(trace.steps[0].forward) for trace in traces]
+    first = [{f["model"]: f["weights"] for f in each}.values() for each in passes]
+    apart = names and any(map(differ, zip(*first, strict=False)))
+    return Finding("start", 0, place=place, names=names) if apart else None
 
 
 def own_gradients(c, s, steps):
@@ -409,14 +426,16 @@ def own_gradients(c, s, steps):
     """
     got = [step.got.get("gradients", {}) for step in steps]
     names = unequal_between_ranks(got, c.rounding)
-    if not names or not unequal_between_ranks([x.weights for x in steps], c.rounding):
+    # without a tolerance for the dtype: ranks that average have the same weights
+    if not names or not unequal_between_ranks([step.weights for step in steps]):
         return None
     d, first = Finding("own gradients", s), steps[0]
     for key in ("late", "outside"):
         # after the steps of which each tensor is recorded, it can be any of them
         found = [x for x in first.facts[key] if x in names or "all" in names]
         d[key] = found
-    d.reduces = any("reduce" in x["name"] for x in first.collective)
+    others = re.compile("broadcast|object")
+    d.reduces = any(not others.match(x["name"]) for x in first.collective)
     d.left_out = d.reduces and len(names) < len(got[0]) and names
     d.names = d.outside or d.late or names
     for forward in first.forward:
@@ -456,47 +475,34 @@ def who_changed(c, s):
 
 def changes_weights_before(trace, s):
     """Return whether weights have changed since the last step of the same optimizer."""
-    now, earlier = trace.steps[s : s + 1], trace.steps[max(s - 1, 0) : s]
-    if not now or not earlier or not now[0].facts["before"]:
+    now = trace.steps[s].facts if s < len(trace.steps) else {}
+    number = now.get("optimizer")
+    earlier = [x for x in trace.steps[:s] if x.facts["optimizer"] == number]
+    if not now.get("before") or not earlier or not earlier[-1].stepped:
         return False
-    last = earlier[0].stepped
-    alike = last and now[0].facts["optimizer"] == last["optimizer"]
-    return alike and unequal(merge([last["total"]]), merge([now[0].facts["before"]]))
-
-
-def returned(steps):
-    """Return the losses that the ranks' closures return, if they are not the same."""
-    losses = [step.closure.get("loss") for step in steps]
-    if None in losses or all(isclose(x, losses[0], rel_tol=1e-9) for x in losses):
-        return {}
-    return {"returned": ", ".join(f"{loss:.6g}" for loss in losses)}
-
-
-def own_options(c, s):
-    each = enumerate(c.ranks[1:], start=1)
-    found = (options_part(c, s, "rank 0", c.ranks[0], f"rank {r}", t) for r, t in each)
-    return next(filter(None, found), None)
+    return unequal(merge([earlier[-1].stepped["total"]]), merge([now["before"]]))
 
 
 def options_part(c, s, one, alone, other, trace):
     """A learning rate, or another number of an optimizer's group, differs."""
-    options = [[step.facts["options"] for step in x.steps[s:]] for x in (alone, trace)]
+    which = alone.steps[s].facts["optimizer"]
+    steps = [[x.facts for x in each.steps[s:]] for each in (alone, trace)]
+    options = [
+        [x["options"] for x in each if x["optimizer"] == which] for each in steps
+    ]
+    if not all(options):
+        return None
     for group, (a, b) in enumerate(zip(options[0][0], options[1][0], strict=False)):
         for name in (k for k in a if k in b and not isclose(a[k], b[k], rel_tol=1e-12)):
             values = {"x": a[name], "y": b[name], "one": one, "other": other}
             d = Finding("options", s, name=name, **values)
-            d.scheduled = False
-            if "initial_lr" in a:
-                d.scheduled = a["initial_lr"] == b.get("initial_lr")
+            d.scheduled = "initial_lr" in a and a["initial_lr"] == b.get("initial_lr")
             factor = b[name] / a[name] if a[name] else inf
             later = [[x[group].get(name, inf) for x in each] for each in options]
             always = all(is_factor(y, factor * x) for x, y in zip(*later, strict=False))
-            d.scaled = (
-                s == 0
-                and always
-                and not d.scheduled
-                and (is_factor(factor, c.n) or is_factor(factor, c.n**0.5))
-            )
+            scales = any(is_factor(factor, c.n**k) for k in (1, 0.5, -0.5, -1))
+            first = which not in [step.facts["optimizer"] for step in alone.steps[:s]]
+            d.scaled = first and always and scales and not d.scheduled
             return d
     return None
 
@@ -511,20 +517,15 @@ def own_state(c, s, steps):
     return None
 
 
-def own_weights(c, s, steps):
-    if names := unequal_between_ranks([step.weights for step in steps], c.rounding):
-        return Finding("own weights", s, names=names)
-    return None
-
-
 # ---- the ranks and one process -------------------------------------------------------
 def parts_from_one(c):
     """Return where the ranks part from one process first, if rounding is not why."""
-    far = {"gradients": 0, "weights": 0}
+    far, all_of_them = {"gradients": 0, "weights": 0}, (c.one, *c.ranks)
+    differ = functools.partial(unequal_to_one, rounding=c.rounding)
+    if c.common and (found := start_parts(all_of_them, "start", differ)):
+        return found
     for s in range(c.common):
         one, steps = c.at(s)
-        if s == 0 and (found := start_from_one(c)):
-            return found
         whole = [step.got.get("gradients") for step in (one, *steps)]
         # not so if the optimizer averages them itself
         if all(whole) and not unequal_between_ranks(whole[1:], c.rounding):
@@ -540,7 +541,7 @@ def parts_from_one(c):
             c, merge(each[:1]), merge(each[1:]), far["weights"]
         )
         if names:
-            facts = who_changed(c, s) | returned(steps)
+            facts = who_changed(c, s) | {"closure": one.facts["closure"]}
             return Finding("weights", s, names=names, **facts)
     return None
 
@@ -556,11 +557,12 @@ def jump(c, one, other, before):
     return names if largest > GROWS * before else [], max(largest, c.rounding / GROWS)
 
 
-def start_from_one(c):
-    one, *starts = [(trace.starts or [{}])[0] for trace in (c.one, *c.ranks)]
-    if names := unequal(merge([one]), merge(starts), c.rounding):
-        return Finding("start", 0, names=names)
-    return None
+def saved_parts(c):
+    """Return where what is saved can part from one process, if no step does."""
+    for s in range(c.common):
+        if facts := what_is_carried(c, s):
+            return Finding("saved", s, **facts)
+    return Finding("saved", c.common - 1)
 
 
 def gradients_from_one(c, s, names, pair):
@@ -575,13 +577,14 @@ def gradients_from_one(c, s, names, pair):
     d.fewer_passes = len(first.backward) * c.n == len(one.backward)
     d.passes, d.mesh = passes_of(steps), smaller_mesh(c)
     d.norms = ", ".join(sorted({n for f in first.forward for n in f["norms"]}))
-    done = False
-    for line in reversed(first.lines):
-        done = done or line["e"] == "backward"
-        if done and line["e"] == "clip":
-            d.early = line["at"]
-        if done and line.get("lost"):
-            d.gather = f"{line['name']} ({line['at']})"
+    # without a wrapper the script averages itself
+    bare = all(f["how"] == "bare" for f in first.forward)
+    ends = "backward|.*reduce" if bare else "backward"
+    names = [line.get("name", line["e"]) for line in first.lines]
+    last = max((n for n, name in enumerate(names) if re.match(ends, name)), default=0)
+    for line in reversed(first.lines[:last]):
+        d.early = line["at"] if line["e"] == "clip" else d.early
+        d.gather = f"{line['name']} ({line['at']})" if line.get("lost") else d.gather
     weights = [[f["weights"] for f in x.forward if "weights" in f] for x in steps]
     if any(map(unequal_between_ranks, zip(*weights, strict=False))):
         d.kind = d.place = "within"
@@ -592,7 +595,7 @@ def gradients_from_one(c, s, names, pair):
     if d.kind == "gradients":
         where_it_is_computed(c, s, d)
     if d.kind in ("gradients", "outputs", "loss"):
-        d.carried, d.begins, d.second = what_is_carried(c, s), s == 0, s == 1
+        d.update(what_is_carried(c, s), second=s == 1)
     return d
 
 
@@ -611,36 +614,19 @@ def where_it_is_made(c, s, d, pair):
         factor = norms[1] / norms[0] if all(norms) else common_factor(*got)
         used = combine(got[1], made[1:], c.one.size)
         d.own_scale = used and max(used) - min(used) > 1e-6 * max(used)
-        d.scales = scales_of_shards(steps)
+        d.shards = any(x[0] > 1 for x in steps[0].got["gradients"].values())
     elif factor and (
         c.one.size > 3 or is_factor(factor, c.n) or is_factor(factor, 1 / c.n)
     ):
         d.kind = "factor"  # in a small space any number is a multiple of any other
     elif found := combine_passes(c, made[0], steps):
         d.kind = "counts"
-        d.parts = " + ".join(f"{x[0]:.4g} of rank {r}'s" for r, x in enumerate(found))
-        d.mean_of_counts = all(is_factor(sum(x), 1) for x in zip(*found, strict=True))
-        sizes = [[*map(count_samples, step.forward)] for step in steps]
-        whole = [sum(x) for x in zip(*sizes, strict=False)]
-        shares = [[a / b for a, b in zip(x, whole, strict=False)] for x in sizes]
-        pairs = zip(sum(found, []), sum(shares, []), strict=False)
-        if all(is_factor(*pair) for pair in pairs) and sizes.count(sizes[0]) < c.n:
-            d.sizes = ", ".join(str(x[0]) for x in sizes)
+        of_all = [*zip(*found, strict=True)]
+        # of the micro-batch that shows it most
+        most = max(of_all, key=lambda shares: max(shares) - min(shares))
+        d.parts = " + ".join(f"{x:.4g} of rank {r}'s" for r, x in enumerate(most))
     d.factor, d.n_times = factor, is_factor(factor, c.n)
     d.one_nth = is_factor(factor, 1 / c.n)
-
-
-def scales_of_shards(steps):
-    """Return by what each rank multiplies its shards after backward, if they differ."""
-    scales = []
-    for step in steps:
-        before = step.backward[-1]["norm"] if step.backward else 0
-        shards = [x for x in step.got["gradients"].values() if x[0] > 1]
-        if not before or not shards:
-            return None
-        scales.append(sum(x[1] for x in shards) ** 0.5 / before)
-    differ = max(scales) - min(scales) > 1e-6 * max(scales)
-    return ", ".join(f"{x:.4g}" for x in scales) if differ else None
 
 
 def combine_passes(c, one, steps):
@@ -649,7 +635,8 @@ def combine_passes(c, one, steps):
     if any(len(step.made) != count for step in steps):
         return None
     found = combine(one, [part for step in steps for part in step.made], c.one.size)
-    return found and [found[r * count : (r + 1) * count] for r in range(c.n)]
+    used = found and min(map(abs, found)) > 1e-6  # what is left out are other samples
+    return used and [found[r * count : (r + 1) * count] for r in range(c.n)]
 
 
 def where_it_is_computed(c, s, d):
@@ -662,9 +649,6 @@ def where_it_is_computed(c, s, d):
         d.kind, (model, number, _, each) = "inputs", inputs
         d.alike = all(same(each[0]["is"], x["is"]) for x in each if x)
         d.model, d.number = model, number + 1
-        for line in c.ranks[0].all["collective"] if s == 0 else ():
-            before = line["name"] == "reduce" and not line["after"]
-            d.reduce = line["at"] if before else d.reduce
     elif (layer := layer_that_parts(one, steps)) or outputs:
         d.kind = "outputs"
         d.update(layer)
@@ -672,7 +656,6 @@ def where_it_is_computed(c, s, d):
             f"layer `{d.layer}` ({d.layer_kind})" if layer else f"the {outputs[0]}"
         )
         d.norms = d.norms if "BatchNorm" in (d.layer_kind or d.norms) else None
-        d.attends = d.second and re.search("Attention|Transformer", d.layer_kind)
     d.place = d.kind if d.kind in ("inputs", "outputs") else "gradients"
 
 
@@ -686,24 +669,19 @@ def what_is_carried(c, s):
     differ = []
     for k in range(max(s - 1, 0), s + 1):
         one, steps = c.at(k)
-        each = [carried_in(step) for step in (one, *steps)]
-        if None in each:
-            return None
-        names = unequal_between_ranks(each[1:])
-        names += unequal(merge(each[:1]), merge(each[1:]), c.rounding)
+        lines = [[*step.carries, *step.forward[:1]] for step in (one, *steps)]
+        lines = [[line.get("carried", {}).items() for line in x] for x in lines]
+        each = [{name: x for found in rank for name, x in found} for rank in lines]
+        if not all(each):
+            return {}
+        apart = unequal_between_ranks(each[1:])
+        names = apart + unequal_to_one(each, c.rounding)
         differ.append([x for x in names if "running_" not in x])
     new = [name for name in differ[-1] if s < 2 or name not in differ[0]]
-    return name_them(list(dict.fromkeys(new))) if new else None
-
-
-def carried_in(step):
-    """Return what is carried into a step; None after the steps of which it is noted."""
-    if not step.forward or "carried" not in step.forward[0]:
-        return None
-    later = [line["carried"] for line in step.carries]  # of what is called later in it
-    return {
-        n: x for each in (*later, step.forward[0]["carried"]) for n, x in each.items()
-    }
+    if not new:
+        return {}
+    facts = {"carried": name_them(list(dict.fromkeys(new))), "begins": s == 0}
+    return facts | {"shared": not {*new} & {*apart}}
 
 
 # ---- the samples ---------------------------------------------------------------------
@@ -721,8 +699,13 @@ def samples_part(c, s):
         if not (inputs := parts(one, steps, "arguments")):
             return None
         d.place, (d.model, _, one_has, ranks_have) = "numbers", inputs
-        total, many = numel(one_has), sum(map(numel, ranks_have))
-        d.alike = all(x and same(x["is"], ranks_have[0]["is"]) for x in ranks_have)
+        shapes = [x["shape"] if x else [0] for x in (one_has, *ranks_have)]
+        total, *others = [torch.Size(shape).numel() for shape in shapes]
+        many = sum(others)
+        d.alike = given_alike(steps)
+        shared = all(x and same(x["is"], ranks_have[0]["is"]) for x in ranks_have)
+        if shared and not d.alike:  # noise, for instance: not all that they get
+            return None
     elif got == wanted or d.alike and each[0] == wanted:  # or dealt out later
         return content_parts(c, s) if base == "index" else None
     elif many == total:
@@ -739,8 +722,9 @@ def samples_part(c, s):
     for rank, x in zip(c.local_ranks, each, strict=True):
         by_local[rank].append(x)
     copies = all(x == row[0] for row in by_local.values() for x in row)
-    d.by_local = copies and c.n > len(by_local) > 1
     facts_of_loaders(c, d)
+    several = len(by_local) > 1 or d.replicas
+    d.by_local = copies and several and c.n > len(by_local)
     reads_all = d.reads_all or d.alike or many > 1.5 * total
     reads_all = reads_all or d.sampler == "WeightedRandomSampler"
     d.all_of_them = d.loader and not d.replicas and reads_all
@@ -754,15 +738,19 @@ def samples_part(c, s):
     return d
 
 
+def given_alike(steps):
+    """Return whether the models get the same on all ranks, in a step."""
+    given = [tensors_of(step, "arguments").values() for step in steps]
+    one, *each = [[x["is"] for tensors in g for x in tensors] for g in given]
+    pairs = ((x, one) for x in each)
+    return one and all(len(a) == len(b) and all(map(same, a, b)) for a, b in pairs)
+
+
 def samples_of(step, kind):
     """Return how often each sample is in the step, by its index or by its hash."""
     if any(not b[kind] or None in b[kind] for b in step.batch):
         return Counter()
     return Counter((b["loader"], x) for b in step.batch for x in b[kind])
-
-
-def numel(tensor):
-    return torch.Size(tensor["shape"]).numel() if tensor else 0
 
 
 def facts_of_loaders(c, d):
@@ -773,12 +761,8 @@ def facts_of_loaders(c, d):
     d.at, d.sampler, d.stream = first["at"], first["sampler"], first["size"] is None
     d.plain = d.sampler in ("RandomSampler", "SequentialSampler")
     d.replicas, d.pads = (any(x[k] for x in ranks[0]) for k in ("replicas", "pads"))
-    subsets, seeds = (
-        [[x[k] for x in each] for each in ranks] for k in ("subset", "seed")
-    )
+    subsets = [[x["subset"] for x in each] for each in ranks]
     d.subsets = subsets.count(subsets[0]) < c.n
-    if seeds.count(seeds[0]) < c.n:
-        d.seeds = ", ".join(f"{x[0]}" for x in seeds if x)
     if one and one[0]["sampler"] != d.sampler:
         d.sampler_of_one = one[0]["sampler"]
     alone, *others = [{*samples_of_pass(t, 1)} for t in (c.one or c.ranks[0], *c.ranks)]
@@ -831,16 +815,14 @@ def all_train_the_same(c):
     """What the models get, and the losses, are the same on all ranks."""
     steps = [trace.steps[0] for trace in c.ranks] if c.steps and c.n > 1 else []
     losses = [step.loss for step in steps]
-    given = [tensors_of(step, "arguments") for step in steps]
-    if not steps or None in losses or not given[0]:
+    if not steps or None in losses or not given_alike(steps):
         return
-    flat = [[x["is"] for each in one.values() for x in each] for one in given]
-    alike = all(len(x) == len(flat[0]) and all(map(same, x, flat[0])) for x in flat[1:])
-    if alike and all(isclose(x, losses[0], rel_tol=1e-9) for x in losses):
+    if all(isclose(x, losses[0], rel_tol=1e-9) for x in losses):
         count = count_samples(steps[0].forward[0])
         d = Finding("samples", 0, place="alike", silent=True, alike=True, count=count)
         facts_of_loaders(c, d)
         d.all_of_them = d.loader and not d.replicas
+        d.by_local = d.replicas and not any(c.local_ranks)
         yield d
 
 
@@ -929,6 +911,9 @@ TIME = re.compile(r".*(time|took|elapsed|/s|\bETA)\W*0|0 ?(m?s|sec\w*|min\w*|\w+
 
 def printed_numbers_differ(c):
     """The weights are equal, and rank 0 prints other numbers than one process."""
+    first = c.ranks[0].all
+    last = first["evaluate"][-1]["after"] if first["evaluate"] else None
+    reduced = any(x["after"] == last for x in first["collective"])
     alone, many, again = map(by_words, (c.one_out, c.out[0], c.again_out or c.one_out))
     for words, lines in alone.items():
         others = zip(lines, many[words], again[words] or lines, strict=False)
@@ -940,7 +925,8 @@ def printed_numbers_differ(c):
                 time = TIME.match(text) or TIME.match(f"0{a.string[a.end() :]}")
                 if close(a, x) and not close(a, b, c.n) and not time:
                     facts = {"printed": other.strip(), "alone": one.strip()}
-                    yield Finding("printed", c.steps, **facts, **about_metrics(c))
+                    facts["unshared"] = last is not None and not reduced
+                    yield Finding("printed", c.steps, silent=True, **facts)
                     return
 
 
@@ -962,14 +948,3 @@ def close(a, b, n=1):
         return True
     whole = a[1] is None and b[1] is None and "e" not in a[0] + b[0]
     return n > 1 and whole and (y in (n, x * n, x // n) or y * n == x)
-
-
-def about_metrics(c):
-    """Return what can be why a printed number is another one."""
-    first, apart = c.ranks[0], []
-    for step in zip(*(trace.steps for trace in c.ranks), strict=False):
-        apart += unequal_between_ranks([x.stepped.get("carried", {}) for x in step])
-    last = first.all["evaluate"][-1]["after"] if first.all["evaluate"] else None
-    reduced = any(x["after"] == last for x in first.all["collective"])
-    alone = last is not None and not reduced
-    return {"silent": True, "names": apart, "unshared": alone}

@@ -24,13 +24,13 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as optim
 from torch.utils import data
 from torch.utils._pytree import tree_leaves
 
 DETAILED = 40  # steps with a sketch of each tensor; later ones have one of all together
 FORWARDS = 4  # of the first step, with the output of each module
-MICRO_BATCHES = 8  # whose gradients are told apart
 PROJECTIONS = 3
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 MARK = "of check_yours"  # what a loader's collate_fn returns goes with the hashes
@@ -38,6 +38,7 @@ COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object"),
     *("reduce", "gather", "gather_object", "broadcast", "broadcast_object_list"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("send", "recv", "batch_isend_irecv"),  # P2POp takes isend and irecv as they are
 )
 
 
@@ -186,8 +187,9 @@ class Recorder:
         self.carriers = {}  # by name, what has buffers, or weights that nobody trains
         self.read = set()  # loaders, since the last forward pass
         self.parts = [{}]  # what each backward pass has made of gradients, by name
-        self.depth = self.forwards = self.steps = self.stepping = 0
+        self.depth = self.forwards = self.passes = self.steps = self.stepping = 0
         self.busy = self.in_backward = False
+        self.detailed = True  # in the first steps
         self.inner = None  # what is noted of a forward pass, module by module
 
     def start(self):
@@ -202,7 +204,6 @@ class Recorder:
             (fsdp, "fully_shard", self.shard),
             (fsdp.FSDPModule, "set_requires_gradient_sync", self.set_sync),
             (parallel, "parallelize_module", self.foreign),
-            (nn.DataParallel, "__init__", self.foreign),
             (fsdp.FullyShardedDataParallel, "__init__", self.foreign),
             (torch.autograd, "backward", self.backward),
             (torch.autograd, "grad", self.grad),
@@ -233,10 +234,6 @@ class Recorder:
                 yield
         finally:
             self.busy = was
-
-    @property
-    def detailed(self):
-        return self.steps < DETAILED
 
     def is_mine(self, file):
         """Return whether a file is the script, or one beside it."""
@@ -301,7 +298,6 @@ class Recorder:
                 size=len(dataset) if hasattr(dataset, "__len__") else None,
                 subset=subset,
                 sampler=type(sampler if plain else batches).__name__,
-                seed=getattr(sampler, "seed", None),
                 replicas=getattr(sampler, "num_replicas", None),
                 shuffles=bool(shuffles),
                 pads=getattr(sampler, "drop_last", None) is False,
@@ -321,6 +317,8 @@ class Recorder:
     # ---- the models ------------------------------------------------------------------
     def call(self, call, module, *args, **kwargs):
         if not self.depth:
+            if isinstance(module, parametrize.ParametrizationList):
+                return call(module, *args, **kwargs)  # a weight, as of spectral_norm
             if next(module.parameters(), None) is None:  # a loss, or an activation
                 if next(module.buffers(), None) is not None:
                     with self.quietly():
@@ -443,6 +441,9 @@ class Recorder:
                 event["states"] = self.random_states()
                 layers = inner.named_modules() if self.forwards < FORWARDS else ()
                 self.inner = {id(m): n for n, m in layers}, [], module
+            norms = {
+                type(m).__name__ for m in inner.modules() if hasattr(m, "running_mean")
+            }
             self.write(
                 "forward",
                 how=how,
@@ -450,11 +451,11 @@ class Recorder:
                 model=type(inner).__name__,
                 sync=self.synchronizes(module),
                 at=self.where(),
-                norms=sorted({type(m).__name__ for m in inner.modules() if is_norm(m)}),
+                norms=[*norms],
                 drops=any(isinstance(m, DROPOUTS) and m.p for m in inner.modules()),
                 **event,
             )
-            self.forwards += 1
+            self.forwards, self.passes = self.forwards + 1, self.passes + 1
         if self.stir and self.forwards == 1:
             torch.rand(1), random.random()
             if "numpy" in sys.modules:
@@ -489,7 +490,8 @@ class Recorder:
         """Return sketches of the buffers of what is called, and of the weights that no
         optimizer has, as of a teacher.
         """
-        owned = {id(p) for _, o in self.optimizers.values() for p in parameters_of(o)}
+        groups = [g for _, o in self.optimizers.values() for g in o.param_groups]
+        owned = {id(p) for group in groups for p in group["params"]}
         found = {}
         for owner, module in (carriers or self.carriers).items():
             pairs = list(module.named_buffers())
@@ -508,9 +510,8 @@ class Recorder:
         name = "" if module is outermost else names.get(id(module))
         with self.quietly():
             if name or module is outermost:
-                second = getattr(module, "batch_first", None) is False
                 each = [describe(x) for x in tensors_in(output) if x.dim()]
-                outputs.append([name, type(module).__name__, second, each])
+                outputs.append([name, type(module).__name__, each])
             if not self.depth:
                 self.write("outputs", outputs=outputs)
                 self.inner = None
@@ -527,19 +528,8 @@ class Recorder:
             return backward(tensors, *args, **kwargs)
         finally:
             self.depth, self.in_backward = self.depth - 1, was
-            norm = self.norm_of_shards([*self.models.values()])
-            self.write("backward", loss=value, at=self.where(), norm=norm)
-            if len(self.parts) < MICRO_BATCHES:
-                self.parts.append({})
-
-    def norm_of_shards(self, models):
-        """Return the norm of this rank's shards of gradients, or 0."""
-        if not self.detailed or all(each[2] for each in self.wrapped.values()):
-            return 0
-        trained = [p.grad for _, model in models for p in model.parameters()]
-        shards = [x for x in trained if hasattr(x, "placements")]
-        with self.quietly():
-            return sum(sketch(x)[1] for x in shards) ** 0.5
+            self.write("backward", loss=value, at=self.where())
+            self.parts.append({})
 
     def grad(self, grad, outputs, inputs, *args, **kwargs):
         if {id(x) for x in tensors_in([inputs])} & self.names.keys():
@@ -617,9 +607,7 @@ class Recorder:
                 pairs = list(self.named(optimizer))
                 now = sketch_all(pairs)  # by names that are known since the first pass
                 if len(calls) == 1 and [*before.values()] == [*now.values()]:
-                    number = isinstance(result, (torch.Tensor, float))
-                    loss = float(result) if number else None
-                    self.write("closure", loss=loss, **self.gradients(pairs))
+                    self.write("closure", **self.gradients(pairs))
             return result
 
         if "closure" in kwargs:
@@ -668,17 +656,19 @@ class Recorder:
                 total=add_up(each),
                 carried=self.sketch_carried() if self.detailed else {},
             )
-        self.steps += 1
+        self.steps, self.passes = self.steps + 1, 0
+        self.detailed = self.steps < DETAILED
 
     # ---- the rest --------------------------------------------------------------------
     def collective(self, function, *args, **kwargs):
-        # Of what is gathered in torch.distributed.nn, or in a Function of the script's
-        # own, the gradient is not lost.
-        in_function = "ctx" in sys._getframe(2).f_locals
-        given = [x.dim() for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-        lost = "gather" in function.__name__ and max(given, default=0) > 1
-        lost = lost and not in_function
-        self.write("collective", name=function.__name__, at=self.where(), lost=lost)
+        # Of what is done in torch.distributed.nn, or in a Function of the script's own,
+        # the gradient is not lost.
+        name, tensors = function.__name__, tensors_in((args, kwargs))
+        tensors = [x for x in tensors if x.is_floating_point() and x.numel() > 1]
+        lost = any(x.requires_grad or x.dim() > 1 and "gather" in name for x in tensors)
+        # nor of what is given to no model before, as a metric of the step before
+        lost = lost and self.passes and "ctx" not in sys._getframe(2).f_locals
+        self.write("collective", name=name, at=self.where(), lost=lost)
         return function(*args, **kwargs)
 
     def save(self, save, what, f, *args, **kwargs):
@@ -717,16 +707,8 @@ def index_below_subsets(dataset, index):
         return None
 
 
-def parameters_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def without_wrapper(module):
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def is_norm(module):
-    return hasattr(module, "running_mean")
 
 
 def simple_options(group):

@@ -33,6 +33,7 @@ from torch.distributed import fsdp
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from .record import Recorder
 from .record import patch
@@ -103,6 +104,7 @@ def compute_exactly():
         (torch, "compile", lambda _, model=None, **__: model or (lambda x: x)),
         (nn.Module, "compile", lambda *_, **__: None),
         (torch, "from_numpy", lambda old, x: raised(old(x))),
+        (torch, "load", lambda old, *a, **k: tree_map(raised, old(*a, **k))),
     ):
         patch(owner, name, new)
     torch.set_default_dtype(torch.float64)
@@ -177,9 +179,11 @@ def run(args, folder, processes=1, new_python=False, **options):
     a new Python, whose sets have another order, and do not fork.
     """
     folder.mkdir(parents=True)
-    script, flags = str(args.script), args.flags
+    script, flags, ranks = str(args.script), args.flags, {}
     local = max(processes // args.nodes, 1)
-    port, ranks = find_port(), {}
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
     try:
         for rank in range(processes):
             variables = {
@@ -206,8 +210,10 @@ def run(args, folder, processes=1, new_python=False, **options):
                 os.killpg(pid, signal.SIGKILL)
     err = [read_lines(folder / f"{rank}.err") for rank in range(processes)]
     facts = {"codes": codes, "local_ranks": [r % local for r in range(processes)]}
-    effects = [is_effect(*each) for each in zip(codes, err, strict=True)]
-    facts["hangs"] = any(codes) and all(effects)  # no rank failed by itself
+    ended = [code in (0, "waits") for code in codes]
+    lost = [bool(lines) and bool(LOST.search(find_error(lines))) for lines in err]
+    # no rank failed by itself: it ended well, waits, or has lost another one
+    facts["hangs"] = any(codes) and all(map(max, ended, lost))
     facts["cause"] = find_cause(err)
     at = f"{Path(script).resolve().parent}{os.sep}"
     facts["stacks"] = [find_place(folder, *each, at) for each in enumerate(codes)]
@@ -223,12 +229,6 @@ def read_lines(file):
     """Return the lines of a file that are not blank; none if there is no file."""
     text = file.read_text(errors="replace") if file.exists() else ""
     return [line for line in text.splitlines() if line.strip()]
-
-
-def find_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def fork(function, options, variables):
@@ -330,6 +330,7 @@ def processor_time(groups):
 
 
 EFFECTS = re.compile("connection|timed out|timeout|peer|socket", re.IGNORECASE)
+LOST = re.compile(f"{EFFECTS.pattern}|collective mismatch", re.IGNORECASE)
 OTHER_DTYPE = re.compile("same dtype|scalar type|match weight dtype")
 
 
@@ -376,10 +377,4 @@ def find_place(folder, rank, code, script):
             where = f"is in {called}" if called else "waits"
             return f"{where} ({path.name}:{line})"
         called = function
-    return "has not begun" if code else "has ended"
-
-
-def is_effect(code, lines):
-    """Return whether a rank ended well, waits, or has lost another one."""
-    lost = re.compile(f"{EFFECTS.pattern}|collective mismatch", re.IGNORECASE)
-    return code in (0, "waits") or bool(lines) and bool(lost.search(find_error(lines)))
+    return {0: "has ended", "waits": "has not begun"}.get(code, "has failed")
