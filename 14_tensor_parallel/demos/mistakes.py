@@ -42,8 +42,8 @@ def make(attention=Attention, width=64, heads=4):
     return model.double()
 
 
-def make_mesh(names=("dp", "tp")):
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+def make_mesh():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def make_plan():
@@ -269,14 +269,6 @@ def nothing_around_it():
         losses = tell_groups(f"{name}: losses", evaluate(train(model, mesh)))
         tell(f"    copies that differ: {len(copies_that_differ(model, mesh))}")
         assert len(set(losses)) == (2 if name == "nothing" else 1)
-
-
-# ---- dimensions_swapped --------------------------------------------------------------
-def dimensions_swapped():
-    for names in (("dp", "tp"), ("tp", "dp")):  # the second is the mistake
-        ranks = dist.get_process_group_ranks(make_mesh(names)["tp"].get_group())
-        groups = sorted(set(map(tuple, gather(ranks))))
-        tell(f"{names}: ranks that share a layer {' and '.join(map(str, groups))}")
 
 
 # ---- tied ----------------------------------------------------------------------------
