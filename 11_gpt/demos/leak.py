@@ -1,6 +1,6 @@
-"""Train a small GPT: as it should be, or with one of two mistakes that look good.
+"""Train a small GPT: as it should be, and with each of two mistakes that look good.
 
-python 11_gpt/demos/leak.py right|unshifted|unmasked
+python 11_gpt/demos/leak.py
 """
 
 import sys
@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common import text
 from common.gpt import GPT
+from common.gpt import generate
 
 STEPS, WINDOWS, CONTEXT_LENGTH = 300, 32, 8
+PROMPT = b"The gradients are"
 
 attention = nn.functional.scaled_dot_product_attention
 
@@ -43,7 +45,7 @@ def byte_by_byte(model, tokens, target):
 
 
 def train(way):
-    """Train, print two losses, and return the model and the losses."""
+    """Train, and print two losses and a sample."""
     wrong = attend_to_all if way == "unmasked" else attention
     with mock.patch.object(nn.functional, "scaled_dot_product_attention", wrong):
         torch.manual_seed(0)
@@ -61,8 +63,10 @@ def train(way):
             losses = all_at_once(model, *windows, way), byte_by_byte(model, *windows)
         print(f"{way}: val loss, all positions at once: {losses[0]:.3f}")
         print(f"{way}: val loss, byte by byte: {losses[1]:.3f}")
-    return model, losses
+        sample = text.printable(generate(model, PROMPT, 60))
+    print(f"{PROMPT.decode()}|{sample}", flush=True)
 
 
 if __name__ == "__main__":
-    train(sys.argv[1])
+    for way in ("right", "unshifted", "unmasked"):
+        train(way)
