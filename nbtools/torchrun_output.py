@@ -45,6 +45,12 @@ def last_lines(done):
     return "\n".join(sorted(found, reverse=True))
 
 
+def mismatch(done):
+    """Return the calls that differ, as TORCH_DISTRIBUTED_DEBUG=DETAIL names them."""
+    words = r"Detected mismatch between collectives|OpType=\w+, TensorShape=\[\d+\]"
+    return "\n".join(sorted(set(re.findall(words, done.stderr))))
+
+
 def block(done):
     """Return torchrun's summary, from the name ChildFailedError on, cleaned."""
     text = clean(done.stderr)
