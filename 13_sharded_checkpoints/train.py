@@ -371,7 +371,7 @@ def save_checkpoint(args, state):
     if is_main_process():
         # [13] otherwise shards that a killed save has left become a part of this one
         checkpoint.remove_unfinished(args.checkpoint_dir)
-    dist.barrier()  # [13] otherwise rank 0 can remove new shards, too
+    dist.barrier()  # [13] otherwise rank 0 can remove the new folder, too
     try:
         dcp.save({"app": state}, checkpoint_id=unfinished)
     except dcp.CheckpointException as error:

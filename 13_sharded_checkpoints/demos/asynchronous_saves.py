@@ -53,7 +53,7 @@ class AsynchronousSaves:
         if dist.get_rank() == 0:
             # otherwise shards that a killed save has left become a part of this one
             checkpoint.remove(self.writer.path)
-        dist.barrier()  # otherwise rank 0 can remove new shards, too
+        dist.barrier()  # otherwise rank 0 can remove the new folder, too
         self.pending = dcp.async_save(
             {"app": state}, storage_writer=self.writer, process_group=self.group
         )

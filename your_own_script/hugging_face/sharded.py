@@ -183,7 +183,7 @@ def save_checkpoint(folder, epoch, model, optimizer):
     unfinished = folder / f".{path.name}.tmp"
     if dist.get_rank() == 0:  # otherwise shards that a killed save has left stay in it
         shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()  # otherwise rank 0 can remove new shards, too
+    dist.barrier()  # otherwise rank 0 can remove the new folder, too
     # Each rank writes its own shards, and rank 0 writes .metadata after all of them.
     dcp.save(get_training_state(model, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
