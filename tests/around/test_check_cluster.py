@@ -77,6 +77,7 @@ def test_torchrun_with_two_ranks(tmp_path):
 
 
 # ---- a rank is missing, or stuck -----------------------------------------------------
+@pytest.mark.release
 def test_ranks_that_were_not_started(tmp_path):
     done = run_ranks(tmp_path, 4, SHORT, ranks=(0, 3))
     assert problems(done[0]) == ["ranks: ranks 1-2: did not arrive within 20 s"]

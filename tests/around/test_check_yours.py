@@ -433,6 +433,7 @@ def test_weights_that_were_there_are_put_back(tmp_path):
     assert weights.read_text() == "mine" and not aside.exists()
 
 
+@pytest.mark.release
 def test_a_copied_folder_prints_what_the_page_shows(tmp_path):
     """Where there is nothing but torch: no NumPy, and nothing of this repository."""
     copy = shutil.copytree(CHECK, tmp_path / "copy")

@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(stage, train, fault):
     assert_gone(job.processes, [], LIMIT)
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_rank_waits_for_one_that_hangs_until_the_timeout(train):
     """Without a launcher, which would wait for the rank that hangs."""
     job = train(TORCHRUN, "--timeout", "20", forks=True)
@@ -190,13 +190,10 @@ def imports_torch(process):
     return False
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "stage, stop",
-    [
-        only_in_release(stage, stop, unless=(stage, stop) == ONE_OF_EACH[0])
-        for stage in (TORCHRUN, SPAWN)
-        for stop in STOPS
-    ],
+    [(stage, stop) for stage in (TORCHRUN, SPAWN) for stop in STOPS],
 )
 def test_a_launcher_that_is_stopped_while_its_ranks_start(stage, stop, start):
     """They are importing torch, and must neither wait for it nor train on their own.

@@ -396,6 +396,7 @@ def test_no_rank_waits_for_one_that_has_failed(stage, torchrun, cluster, tmp_pat
     assert job.ranks() == {}
 
 
+@pytest.mark.release
 def test_a_script_that_reads_torchruns_names_trains_under_srun(
     cluster, trained, tmp_path
 ):
