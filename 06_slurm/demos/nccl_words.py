@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=2 06_slurm/demos/nccl_words.py KIND
 bash recipes/nccl_on_one_gpu.sh 2 06_slurm/demos/nccl_words.py KIND
 
 Without GPUs gloo speaks instead, where the kind exists for it. The traces that
-when_it_hangs.ipynb quotes name lines 40, 50 and 67.
+when_it_hangs.ipynb quotes name lines 40 and 67.
 """
 
 import os
