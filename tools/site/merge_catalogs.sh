@@ -23,6 +23,7 @@ done
   [ -f "$po" ] || is_new=$po
   [ -f "$po" ] || msginit --no-translator --locale=zh_CN.UTF-8 --no-wrap -i "$pots/$pot" -o "$po" 2>/dev/null
   msgmerge --quiet --update --backup=none --previous --no-wrap --compendium="$known" "$po" "$pots/$pot"
+  sed -i '/^#~|/d' "$po" # what an obsolete text was before, which Babel cannot read
   waits=$(LC_ALL=C msgfmt --statistics -o /dev/null "$po" 2>&1)
   has() { grep -oP "\d+(?= $1)" <<<"$waits" || echo 0; }
   if [ "${is_new:-}" = "$po" ] && [ "$po" != "./$begun.po" ] && (($(has translated) < $(has untranslated))); then
