@@ -123,6 +123,12 @@ def shard(options="", optimizer_first=False):
     ]
 
 
+def stops(condition):
+    """Return the change to a loop over batches that is left at one of them."""
+    header = "    for i, (points, labels) in enumerate(loader):\n"
+    return LOOP, LOOP.replace(HEADER, f"{header}        if {condition}: break\n")
+
+
 def drawn(part):
     """Return the changes to batches that are drawn, without a loader."""
     lines = "    for _ in range(8):\n        index = torch.randint(199, (24,), "
@@ -316,6 +322,12 @@ MISTAKES = {
         ],
     },
     "step 9: pass 2 has the order of the one before": {"the epoch": [(EPOCH, "")]},
+    "step 5 is in pass 1 on one process, and in pass 2 on 2": {
+        "of steps follows": [stops(f"i == 8 // {TIMES}")]
+    },
+    "after 5 steps, rank 0 is in ": {
+        "had fewer batches": [stops("i == 5 and dist.get_rank() == 1")]
+    },
     "ranks 0 and 1 both write model.pt (after.py:": {
         "every rank": [(SAVE, '    torch.save(model.state_dict(), "model.pt")\n')]
     },
@@ -405,6 +417,7 @@ def test_a_run_that_hangs_is_ended_and_explained(tmp_path):
     [
         (before(OPTIMIZER, "if rank: raise SystemExit('no data')"), "rank 1: no data"),
         (('"model.pt"', '"another.pt"'), "1 process    failed: it wrote no model.pt"),
+        (("model.state_dict()", "{}"), "1 process    failed: model.pt has no weights"),
         (
             before(LOSS, "points @ torch.ones(2).type('torch.FloatTensor')"),
             "get_default",
@@ -431,6 +444,22 @@ def test_weights_that_were_there_are_put_back(tmp_path):
         job.wait()
         commands.assert_gone(processes, (), commands.LIMIT)
     assert weights.read_text() == "mine" and not aside.exists()
+    weights.rename(aside)  # as if a check had been killed
+    assert check(tmp_path, code=2) == "" and aside.read_text() == "mine"
+
+
+WRONG = {
+    "missing.py": "there is no file missing.py\n",
+    f"--nodes=2 --processes=2,3 {AFTER}": "2 nodes do not divide",
+    f"--processes=1 {AFTER}": "'1' is not a list such as 1,2: two runs",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_bad_input_gets_one_line(words, tmp_path):
+    done = run(tmp_path, *words.split(), code=2)
+    assert WRONG[words] in done.stderr.splitlines(keepends=True)[-1]
+    assert done.stdout == ""
 
 
 @pytest.mark.release
