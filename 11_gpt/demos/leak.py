@@ -51,7 +51,7 @@ def train(way):
         torch.manual_seed(0)
         train_set, val_set = text.load(None, CONTEXT_LENGTH)
         model = GPT(256, CONTEXT_LENGTH, width=32).double()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
         for _ in range(STEPS):
             chosen = torch.randint(len(train_set), (WINDOWS,))
             windows = train_set.__getitems__(chosen)
