@@ -395,6 +395,7 @@ def test_what_differs_by_nature_is_a_note(tmp_path):
     assert "calls the Sequential, not the Dist" in text
 
 
+@pytest.mark.release
 def test_two_machines_can_be_faked(tmp_path):
     by_local_rank = SAMPLER.replace("(train_set", "(train_set, world_size, local_rank")
     assert "equal except for rounding" in check(tmp_path, (SAMPLER, by_local_rank))

@@ -189,7 +189,8 @@ def test_an_answer_that_ends_its_process_or_does_not_end_is_named(text, run):
     assert ODD[text] in run("ring", text, 1)
 
 
-@pytest.mark.parametrize("ending", [only_in_release(signal.SIGINT), signal.SIGTERM])
+@pytest.mark.release
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_no_rank_survives_the_check(ending, tmp_path):
     path = tmp_path / "ring.py"
     path.write_text(f"import time\nopen(f'{tmp_path}/begun', 'a')\ntime.sleep(1000)\n")

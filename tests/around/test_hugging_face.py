@@ -344,6 +344,7 @@ def test_prompts_are_attended_to_without_being_learned():
     assert labels.tolist() == [[-100, 7, 8, -100], [6, -100, -100, -100]]
 
 
+@pytest.mark.release
 def test_it_trains_on_conversations(tmp_path):
     folder = shutil.copytree(pretrained("llama"), tmp_path / "llama")
     save_tokenizer(folder)

@@ -127,7 +127,7 @@ def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
         assert last[0]["acc1"] == last[1]["acc1"]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_two_launchers_as_on_two_machines(baseline, two, device, tmp_path):
     """Two torchruns that meet at one address, as README shows for two machines."""
     if device == "cuda":

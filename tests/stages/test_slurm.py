@@ -111,6 +111,7 @@ def test_jobs_on_the_same_nodes_get_the_weights_of_one_process(
     assert kept == ["step-000000030.pt", "step-000000060.pt"]
 
 
+@pytest.mark.release  # notebook 10 preempts a job on Slurm, too
 @pytest.mark.fault(
     since="signals",
     what="a job is preempted by a more urgent one",

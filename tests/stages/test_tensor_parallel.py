@@ -91,7 +91,7 @@ def test_positions_that_the_ranks_do_not_divide_are_split_unevenly(trained, devi
     assert max_abs_diff(one.weights, done.weights) <= 1e-10
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_all_rows_draw_the_same_text(trained, device):
     """And print what one process prints."""
     flag, processes = rows(2, 2)
@@ -104,7 +104,7 @@ def test_all_rows_draw_the_same_text(trained, device):
     assert "sequential" not in done.stderr and "view" not in done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_less_precision(trained, device):
     """It differs from stage 13's result by no more than the precision does."""
     amp = ("--amp", "bf16")
@@ -164,10 +164,8 @@ def test_a_run_is_resumed_on_other_meshes(trained, device, tmp_path):
     flags = ("--dtype", "float64", *EVERY_4)
     run = OnMesh(STAGE, tmp_path, device, *flags)
     run.on(BEFORE, 2, 1).stop(3, "SIGTERM")
-    run.on(STAGE, 2, 2).stop(6, "SIGTERM")
-    run.on(STAGE, 4, 1).stop(9, "SIGTERM")
-    run.on(STAGE, 1, 2).stop(13, "SIGTERM")
-    run.on(BEFORE, 1, 1).stop(17, "SIGTERM")
+    run.on(STAGE, 2, 2).stop(9, "SIGTERM")
+    run.on(BEFORE, 1, 1).stop(13, "SIGTERM")
     run.on(STAGE, 1, 4).run()
     run.assert_no_step_is_lost_or_doubled()
     expected = uninterrupted(trained, reference(STAGE), 1, "--dtype", "float64")
