@@ -128,5 +128,5 @@ def when_a_run_hangs():
         axis.text(5.8, y + 0.2, "no", ha="center", color="tab:red")
         arrow(axis, (2.7, y - 0.55), (2.7, y - 1.45))
         axis.text(2.9, y - 1, "yes", va="center", color="tab:green")
-    last = "is the network slow? do the jobs\nthat hang share a node?"
+    last = "do the jobs that hang\nshare a node?"
     box(axis, 2.7, 0, last, "tab:orange")

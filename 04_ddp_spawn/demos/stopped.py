@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 PYTHON, PROGRAM = sys.executable, Path(__file__).with_name("endless.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LAUNCHERS = {"mp.spawn": [PYTHON], "torchrun": [PYTHON, *TORCHRUN]}
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+STOPS = (signal.SIGTERM, signal.SIGKILL)
 PATIENCE = 15  # seconds; ranks that still train then have not been stopped
 
 
