@@ -246,7 +246,7 @@ class Check:
         if self.equal and self.faults == {"printed"}:
             says = "weights equal; the printed numbers are not"
         print(says)
-        lines = self.lines
+        lines = [line for line in self.lines if line]
         if len(lines) == len(self.args.processes) and len(set(lines)) == 1:
             print(f"the last line of each run: {lines[0]}")
         elif len(lines) > 1:

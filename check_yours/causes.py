@@ -113,6 +113,9 @@ def find_notes(c):
         notes.append(f"{event['how']} ({event['at']}): {says}")
     for event in c.ranks[0].all["unseen"]:
         notes.append(f"with this version of torch the check cannot see {event['what']}")
+    if not (c.steps or c.equal or any(c.codes)):
+        says = "no step of torch.optim was seen: the check compares the weights, and"
+        notes.append(f"{says} cannot say where they part")
     if c.dtype != "float64":
         notes.append(
             f"weights are in {c.dtype}: up to {c.rounding:g} is called rounding"

@@ -71,6 +71,11 @@ class Step:
         return [f for f in self.forward if f.get("weights") == first[f["model"]]]
 
     @property
+    def begins_with(self):
+        """The weights at the first forward pass."""
+        return self.forward[0].get("weights") if self.forward else None
+
+    @property
     def loss(self):
         losses = [each["loss"] for each in self.backward]
         changes = len(self.passes) < len(self.forward)
@@ -392,9 +397,13 @@ def first_other_step(one, other):
 # ---- the ranks among themselves ------------------------------------------------------
 def ranks_part(c):
     """Return where the ranks part from each other first, for certain."""
-    for s in range(c.steps):
+    together = meet_again(c)
+    for s in range(0 if c.equal and together else c.steps):
         _, steps = c.at(s)
         d = start_parts(c.ranks, "own start", unequal_between_ranks) if s == 0 else None
+        begin = [step.begins_with for step in steps]
+        if s and all(begin) and unequal_between_ranks(begin, c.rounding):
+            d = changed_outside("own weights", s)
         d = d or own_gradients(c, s, steps)
         for rank, trace in enumerate(c.ranks):
             d = d or options_part(c, s, "rank 0", c.ranks[0], f"rank {rank}", trace)
@@ -403,9 +412,23 @@ def ranks_part(c):
         d = d or names and Finding("own weights", s, names=names)
         if d:
             d.between, d.silent, d.passes = True, True, passes_of(steps)
-            d.update(who_changed(c, s), closure=steps[0].facts["closure"])
+            d.update(together=together, closure=steps[0].facts["closure"])
             return d
     return None
+
+
+def meet_again(c):
+    """Return whether the ranks end with the same weights, and they are not those of
+    rank 0 alone: something averages weights.
+    """
+    last = [[x["weights"] for x in trace.all["last"]] for trace in c.ranks]
+    alike = not any(map(unequal_between_ranks, zip(*last, strict=False)))
+    return alike and c.one and first_other_step(c.one, c.ranks[0]) is not None
+
+
+def changed_outside(kind, s):
+    """Weights that were equal after a step are not before the next one."""
+    return Finding(kind, s - 1, names=["a weight"], outside=True)
 
 
 def start_parts(traces, place, differ):
@@ -464,25 +487,6 @@ def passes_of(steps):
     return None
 
 
-def who_changed(c, s):
-    """Return who has changed weights between step s and the one before it."""
-    runs = {f"rank {rank}": trace for rank, trace in enumerate(c.ranks)}
-    runs |= {"one process": c.one} if c.one else {}
-    who = [name for name, trace in runs.items() if changes_weights_before(trace, s)]
-    some = 0 < len(who) < len(runs)
-    return {"who": " and ".join(who), "before": s, "now": s + 1} if some else {}
-
-
-def changes_weights_before(trace, s):
-    """Return whether weights have changed since the last step of the same optimizer."""
-    now = trace.steps[s].facts if s < len(trace.steps) else {}
-    number = now.get("optimizer")
-    earlier = [x for x in trace.steps[:s] if x.facts["optimizer"] == number]
-    if not now.get("before") or not earlier or not earlier[-1].stepped:
-        return False
-    return unequal(merge([earlier[-1].stepped["total"]]), merge([now["before"]]))
-
-
 def options_part(c, s, one, alone, other, trace):
     """A learning rate, or another number of an optimizer's group, differs."""
     which = alone.steps[s].facts["optimizer"]
@@ -512,6 +516,9 @@ def own_state(c, s, steps):
     facts = [step.facts for step in steps]
     counts = [f"{x['entries']} tensors on rank {r}" for r, x in enumerate(facts)]
     several = len({x["entries"] for x in facts}) > 1
+    each = [step.weights for step in steps]
+    if all(x[0] == 1 for x in each[0].values()) and not unequal_between_ranks(each):
+        return None  # each may have its part of the state, and send what it makes of it
     if several or unequal_between_ranks([x["state"] for x in facts], c.rounding):
         return Finding("state", s, optimizer=facts[0]["kind"], counts=", ".join(counts))
     return None
@@ -520,12 +527,17 @@ def own_state(c, s, steps):
 # ---- the ranks and one process -------------------------------------------------------
 def parts_from_one(c):
     """Return where the ranks part from one process first, if rounding is not why."""
-    far, all_of_them = {"gradients": 0, "weights": 0}, (c.one, *c.ranks)
+    far, all_of_them = {"before": 0, "gradients": 0, "weights": 0}, (c.one, *c.ranks)
     differ = functools.partial(unequal_to_one, rounding=c.rounding)
     if c.common and (found := start_parts(all_of_them, "start", differ)):
         return found
     for s in range(c.common):
         one, steps = c.at(s)
+        each = [step.begins_with for step in (one, *steps)]
+        pair = (merge(each[:1]), merge(each[1:])) if s and all(each) else ({}, {})
+        names, far["before"] = jump(c, *pair, far["before"])
+        if names:
+            return changed_outside("weights", s)
         whole = [step.got.get("gradients") for step in (one, *steps)]
         # not so if the optimizer averages them itself
         if all(whole) and not unequal_between_ranks(whole[1:], c.rounding):
@@ -541,8 +553,7 @@ def parts_from_one(c):
             c, merge(each[:1]), merge(each[1:]), far["weights"]
         )
         if names:
-            facts = who_changed(c, s) | {"closure": one.facts["closure"]}
-            return Finding("weights", s, names=names, **facts)
+            return Finding("weights", s, names=names, closure=one.facts["closure"])
     return None
 
 
@@ -755,7 +766,7 @@ def samples_of(step, kind):
 
 def facts_of_loaders(c, d):
     one, *ranks = [[*t.loaders.values()] for t in (c.one or c.ranks[0], *c.ranks)]
-    if not ranks[0]:
+    if not all(ranks):
         return
     d.loader = first = ranks[0][0]
     d.at, d.sampler, d.stream = first["at"], first["sampler"], first["size"] is None
@@ -787,16 +798,17 @@ def is_last_of_pass(c, s):
 def content_parts(c, s):
     """Most indices stand for another sample on a rank than on one process."""
     one, *each = [by_index(trace) for trace in (c.one, *c.ranks)]
-    wrong = {}
+    wrong, right = {}, False
     for rank, known in enumerate(each):
         shared = one.keys() & known.keys()
         off = [i for i in shared if one[i] != known[i]]
+        right = right or rank == 0 and not off
         if len(off) > len(shared) / 2:
             wrong[rank] = min(off)[2]
     if not wrong:
         return None
     rank, index = next(iter(wrong.items()))
-    facts = {"rank": rank, "index": index, "first_is_right": rank > 0}
+    facts = {"rank": rank, "index": index, "first_is_right": right}
     return Finding("data", s, place="data", **facts)
 
 

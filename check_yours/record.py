@@ -49,6 +49,12 @@ def iterators_of_loaders():
     return [getattr(data.dataloader, name, None) for name in names]
 
 
+def in_transform():
+    """Return whether torch.func is at work: its tensors have no numbers to look at."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    return peek() is not None
+
+
 # ---- hashes and sketches -------------------------------------------------------------
 @functools.lru_cache(256)
 def spread(length):
@@ -213,7 +219,7 @@ class Recorder:
             (torch, "save", self.save),
             *((dist, name, self.collective) for name in COLLECTIVES),
         ):
-            if not patch(owner, name, new, unless=lambda: self.busy):
+            if not patch(owner, name, new, unless=lambda: self.busy or in_transform()):
                 self.write("unseen", what=name)
         nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
         optim.register_optimizer_step_pre_hook(self.before_step)
@@ -576,7 +582,6 @@ class Recorder:
                 at=self.where(),
                 closure=closure,
                 options=[simple_options(each) for each in optimizer.param_groups],
-                before=add_up(before),
                 entries=len(state),
                 state=add_up(dict(enumerate(map(sketch, state)))),
                 late=late,
@@ -653,8 +658,6 @@ class Recorder:
                 "stepped",
                 optimizer=self.optimizers[id(optimizer)][0],
                 weights=each if self.detailed else add_up(each),
-                total=add_up(each),
-                carried=self.sketch_carried() if self.detailed else {},
             )
         self.steps, self.passes = self.steps + 1, 0
         self.detailed = self.steps < DETAILED

@@ -282,7 +282,7 @@ MISTAKES = {
         "and this one is left out": average(TIMES, "p.dim() > 1"),
         "or it is changed afterwards": [before(STEP, OWN_FACTOR)],
         "has 1 of the 2 processes": shard(f", mesh={MESH_OF_ONE}['b']"),
-        "weights change on rank 1 only": [before(EPOCH, ONE_RANK)],
+        "something beside the optimizer": [before(EPOCH, ONE_RANK)],
         "it was loaded, or changed, on one rank only": [before(EPOCH, CLEARS)],
         "uses more of the closure": lbfgs("line_search_fn='strong_wolfe'"),
         "the DistributedDataParallel around": [LOW, (CALL, "train_one_epoch(model")],
@@ -347,6 +347,8 @@ def test_a_mistake_is_named(place, cause, tmp_path):
 
 
 # ---- what is right, and what differs by nature ---------------------------------------
+AVERAGE = f"{STEP}        for p in model.parameters():\n"
+AVERAGE += f"            dist.all_reduce(p.data)\n            p.data /= {TIMES}\n"
 SCALES = "[ord(n) for n in sorted(set('abcdefghijk'))]"
 GREW = OTHERS.replace("1e-3", "1e-8")
 LOADS = "model.load_state_dict(torch.load(f'{rank}.pt'), assign=True)"
@@ -356,6 +358,8 @@ RIGHT = {
     "as_it_is": [],
     "micro_batches": micro_batches("number == 1"),
     "average_of_its_own": average(TIMES),
+    "weights_that_are_averaged": [(STEP, AVERAGE), (WRAP, "    ddp_model = model\n")],
+    "vmap": [loss(ENTROPY.replace("model", "torch.func.vmap(model)")), *average(TIMES)],
     "lbfgs": lbfgs(),
     "fully_shard": shard(),
     "workers": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
