@@ -3,8 +3,8 @@
 With DDP, call `model.compile()`, and then wrap the model. With FSDP2, call
 `block.compile()` for each block, and then `fully_shard(block)`: all blocks of one kind
 then share a graph. A block whose forward is torch's own, such as nn.Sequential, needs a
-class of yours around it. `model.compile()` breaks the graph at the hooks of
-each block, without a message. Both compile in place: the weights keep their names.
+class of yours around it. `model.compile()` breaks the graph at the hooks of each block,
+without a message. Both compile in place: the weights keep their names.
 `torch.compile(model)` returns a wrapper instead, which puts `_orig_mod.` before the
 names as DDP puts `module.`. Save the state_dict() of the model itself.
 
