@@ -258,8 +258,10 @@ def test_adapters_are_equal_on_any_number_of_processes(kind, processes, trained)
         assert len(each) == 4 * 7 * 2
         assert all(re.search(r"\.lora_[AB](\.default)?\.weight$", n) for n in each)
     seen = torch.load(folder / "rank-1.pt")["reduce_scatter"]
-    of_adapters = sum(weight.nbytes for weight in weights.values())
-    assert seen["calls"] == 4 and 0 <= seen["bytes"] - of_adapters < 8 * 4 * 7 * 2 * 2
+    # as many rows on each rank: FSDP pads what the ranks do not divide
+    rows = {name: -(-len(w) // processes) * processes for name, w in weights.items()}
+    padded = sum(rows[name] * w[0].nbytes for name, w in weights.items())
+    assert seen == {"calls": 4, "bytes": padded}
 
 
 @pytest.mark.release
@@ -417,7 +419,7 @@ def test_the_commands_of_the_page_run_in_turn(tmp_path):
     """As they are typed, by the launcher, and print what the page shows."""
     found = re.findall(r"^\$ ((?:python|torchrun) .*)\n((?:\w.*\n)*)", PAGE, re.M)
     found = [each for each in found if "FOLDER" not in each[0]]
-    assert len(found) >= 3
+    assert len(found) == 2
     copy = shutil.copytree(SCRIPTS, tmp_path / "copy")
     no_gpu = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
     for number, (words, shown) in enumerate(found):
