@@ -31,6 +31,7 @@ import tempfile
 import types
 from math import inf
 from math import isnan
+from math import nan
 from pathlib import Path
 
 import torch
@@ -60,7 +61,10 @@ def read_weights(weights):
     if weights.is_dir():
         return f"{weights} is a directory; write model.state_dict() to a file"
     try:
-        state = flatten(load(weights))
+        state = load(weights)
+        if isinstance(state, (list, tuple)):  # of several models
+            state = dict(enumerate(state))
+        state = flatten(state)
     except pickle.UnpicklingError:
         return f"{weights} has more than weights; write model.state_dict()"
     return state or f"{weights} has no weights; write model.state_dict()"
@@ -174,7 +178,7 @@ class Check:
         remove(self.args.weights)
         facts = self.start(str(processes), processes=processes)
         far = self.prove(processes, facts)
-        facts |= {"equal": far <= 1, "grew": 1 < far <= GROWN}
+        facts |= {"equal": far <= 1, "grew": 1 < far <= GROWN, "unread": isnan(far)}
         run.write_facts(self.folder / str(processes), facts)
         c = self.diagnose(processes)
         found = causes.diagnose(c)
@@ -195,7 +199,7 @@ class Check:
         return run.run(self.args, self.folder / name, **options)
 
     def prove(self, processes, facts):
-        """Print how far the weights are from the first run's, and return it."""
+        """Print how far the weights are from the first run's; return it, or nan."""
         if any(facts["codes"]):
             hangs = "waits" in facts["codes"] and facts["hangs"]
             print("failed: it hangs" if hangs else f"failed: {facts['cause']}")
@@ -203,7 +207,7 @@ class Check:
         state = read_weights(self.args.weights)
         if isinstance(state, str):
             print(f"failed: {state}")
-            return inf
+            return nan
         out = run.read_lines(self.folder / str(processes) / "0.out")
         self.lines.append(out[-1] if out else "")
         if self.weights is not None:

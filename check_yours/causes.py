@@ -62,7 +62,7 @@ def diagnose(c):
     if from_one and parting and parting.s <= from_one.s:
         from_one = None
     found += [each for each in (parting, from_one) if each]
-    if not (found or c.equal or c.grew or any(c.codes)) and c.common:
+    if not (found or c.equal or c.grew or c.unread or any(c.codes)) and c.common:
         found.append(compare.saved_parts(c))
     if c.hangs:
         found.append(find_stop(c))

@@ -156,7 +156,7 @@ class Runs:
     process, and again_out those of a second run of it.
     """
 
-    equal = grew = hangs = False
+    equal = grew = hangs = unread = False
     again = stirred = rehashed = None
     one_out = again_out = ()
 

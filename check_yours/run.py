@@ -329,7 +329,7 @@ def processor_time(groups):
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-EFFECTS = re.compile("connection|timed out|timeout|peer|socket", re.IGNORECASE)
+EFFECTS = re.compile(r"connection|timed out|timeout|\bpeer|socket", re.IGNORECASE)
 LOST = re.compile(f"{EFFECTS.pattern}|collective mismatch", re.IGNORECASE)
 OTHER_DTYPE = re.compile("same dtype|scalar type|match weight dtype")
 

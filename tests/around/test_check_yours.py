@@ -361,6 +361,7 @@ RIGHT = {
     "weights_that_are_averaged": [(STEP, AVERAGE), (WRAP, "    ddp_model = model\n")],
     "vmap": [loss(ENTROPY.replace("model", "torch.func.vmap(model)")), *average(TIMES)],
     "lbfgs": lbfgs(),
+    "a_list": [(SAVE, SAVE.replace("model.state_dict()", "[model.state_dict()]"))],
     "fully_shard": shard(),
     "workers": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
     "drawn_for_the_global_batch": drawn(RANKS),
@@ -423,6 +424,8 @@ def test_a_run_that_hangs_is_ended_and_explained(tmp_path):
         (before(OPTIMIZER, "if rank: raise SystemExit('no data')"), "rank 1: no data"),
         (('"model.pt"', '"another.pt"'), "1 process    failed: it wrote no model.pt"),
         (("model.state_dict()", "{}"), "1 process    failed: model.pt has no weights"),
+        (("model.state_dict()", "model"), "write model.state_dict()\nnot shown to"),
+        (before(LOSS, "len(None) if dist.get_rank() else 0"), "rank 1: TypeError: "),
         (
             before(LOSS, "points @ torch.ones(2).type('torch.FloatTensor')"),
             "get_default",
