@@ -1,45 +1,19 @@
-"""A Slurm cluster on this machine: tools/local_slurm.sh, and commands sent to it.
-
-The tests use the three functions that come first, and the notebooks all others.
-"""
+"""A Slurm cluster on this machine, for notebooks: commands sent to it, and its jobs."""
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import psutil
 
 from harness import commands
+from harness import slurm
 from nbtools import lesson
 
-SCRIPT = lesson.ROOT / "tools/local_slurm.sh"
 NO_CLUSTER = "(no cluster here: not run)"
 running = False
 
 
-# ---- for any cluster -----------------------------------------------------------------
-def variables(folder):
-    """Return what lets Slurm's commands find the cluster whose folder this is.
-
-    The `python` of its jobs is this one.
-    """
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": path}
-
-
-def script(what, code=None, **variables):
-    """Call local_slurm.sh; return its Done, of any exit code unless one is given."""
-    return commands.run(["bash", SCRIPT, what], code=code, **variables)
-
-
-def show(job, **variables):
-    """Return what Slurm says of a job, as a dict."""
-    text = commands.run(["scontrol", "show", "job", job], **variables).stdout
-    return dict(re.findall(r"(\w+)=(\S+)", text))
-
-
-# ---- for the notebooks ---------------------------------------------------------------
 def start():
     """Start the cluster, unless it is running, and let Slurm's commands find it.
 
@@ -49,18 +23,18 @@ def start():
     """
     global running
     folder = Path(os.environ.get("LOCAL_CLUSTER", "/run/local_cluster"))
-    os.environ |= variables(folder)
+    os.environ |= slurm.variables(folder)
     # Otherwise sbatch has them written to the folder in which it runs, the repository.
     os.environ["SBATCH_OUTPUT"] = f"{lesson.work}/slurm-%j.out"
     owner = folder / "started_by"
     if owner.exists() and not psutil.pid_exists(int(owner.read_text())):
-        script("stop")  # another notebook's, which has just ended
-    started = script("start")
+        slurm.script("stop")  # another notebook's, which has just ended
+    started = slurm.script("start")
     running = started.returncode == 0
     if started.stdout.startswith("started"):
         owner.write_text(str(os.getpid()))
         is_ours = f'[ "$(cat {owner})" = {os.getpid()} ]'
-        lesson.run_at_end(f"{is_ours} && bash {SCRIPT} stop")
+        lesson.run_at_end(f"{is_ours} && bash {slurm.SCRIPT} stop")
     print(*(started.stdout or started.stderr).splitlines()[:1])
 
 
@@ -91,7 +65,7 @@ def submit(command):
 
 def state(job):
     """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
-    return show(job)["JobState"]
+    return slurm.show(job)["JobState"]
 
 
 def wait(until, seconds=commands.LIMIT):

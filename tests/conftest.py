@@ -3,6 +3,7 @@
 import collections
 import os
 import re
+import shutil
 from types import SimpleNamespace
 
 # One thread per process, here and in all that is started from here: tests run side by
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from xdist.scheduler import LoadFileScheduling
 
 from harness.stages import ROOT
+from harness.stages import known_files
 from tests.training import counts
 from tests.training import train
 
@@ -143,6 +145,16 @@ def fault(request):
 
     row.assert_seen = assert_seen
     return row
+
+
+@pytest.fixture
+def clean_copy(tmp_path):
+    """A folder with a copy of the files that git tracks or would add."""
+    copy = tmp_path / "copy"
+    for path in known_files():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy / path)
+    return copy
 
 
 @pytest.fixture(scope="session")

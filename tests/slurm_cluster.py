@@ -1,6 +1,6 @@
 """A Slurm cluster for the tests, and its jobs: what stages/test_slurm.py asks of them.
 
-    Cluster     that of nbtools/cluster.py, with a folder and ports of its own
+    Cluster     a local one, with a folder and ports of its own
     SlurmJob    a submitted job: its state, its log, its ranks, and signals to them
 
 Slurm answers slowly on a busy machine. So what waits here waits for a job's state or
@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 from harness import commands
+from harness import slurm
 from harness.commands import assert_gone
 from harness.commands import in_mask
 from harness.commands import wait_until
 from harness.stages import ROOT
-from nbtools import cluster
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 # Job files take a port from a job's number: it must not be one of the notebooks' jobs.
@@ -47,7 +47,7 @@ class Cluster:
             "LOCAL_CLUSTER_PORT": self.port,
             "LOCAL_CLUSTER_PROCTRACK": "linuxproc",  # which needs no control groups
             "LOCAL_CLUSTER_FIRST_JOB": FIRST_JOB,
-            **cluster.variables(folder),
+            **slurm.variables(folder),
         }
 
     def call(self, *words, code=0, cwd=ROOT, **variables):
@@ -57,7 +57,7 @@ class Cluster:
 
     def script(self, what, code=0):
         """Run tools/local_slurm.sh; return its Done."""
-        return cluster.script(what, code, **self.variables)
+        return slurm.script(what, code, **self.variables)
 
     def members(self):
         """Return the processes that hold one of the cluster's files open."""
@@ -137,7 +137,7 @@ class SlurmJob:
 
     def show(self):
         """Return what Slurm says of it, as a dict."""
-        return cluster.show(self.number, **self.cluster.variables)
+        return slurm.show(self.number, **self.cluster.variables)
 
     def log(self):
         """Return what it has printed."""

@@ -5,9 +5,7 @@ And what CONTRIBUTING.md says of notebooks: they copy no code and leave nothing 
 
 import os
 import re
-import shutil
 
-import matplotlib
 import nbformat
 import pytest
 
@@ -16,14 +14,10 @@ from harness.stages import ROOT
 from harness.stages import known_files
 from harness.stages import notebooks
 from harness.stages import stages
-from nbtools import lesson
 from tests.conftest import only_in_ci
 from tests.conftest import only_in_release
 from tests.training import TRANSFORMERS
 from tests.training import missing_for_slurm
-from tools import picture
-from tools.notebooks import write
-from tools.stale import only_shows
 
 ALL = [path.relative_to(ROOT).as_posix() for path in notebooks()]
 MAIN = [f"{stage}/{stage}.ipynb" for stage in stages()]
@@ -39,31 +33,7 @@ def code_cells(notebook):
     return [cell for cell in book(notebook).cells if cell.cell_type == "code"]
 
 
-def without_colors(text):
-    return re.sub(r"\x1b\[\d+m", "", text)
-
-
-def printed(cell):
-    return without_colors(
-        "".join(
-            o.text
-            for o in cell.outputs
-            if o.output_type == "stream" and o.name == "stdout"
-        )
-    )
-
-
 # ---- they run ------------------------------------------------------------------------
-@pytest.fixture
-def clean_copy(tmp_path):
-    """A folder with a copy of the files that git tracks or would add."""
-    copy = tmp_path / "copy"
-    for path in known_files():
-        (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, copy / path)
-    return copy
-
-
 def files(folder):
     """Return the files below a folder, except Python's caches."""
     return {
@@ -130,33 +100,10 @@ def test_a_notebook_runs_without_a_cluster(notebook, clean_copy):
 
 
 # ---- how they are stored -------------------------------------------------------------
-@pytest.mark.release
-def test_pictures_are_as_figures_py_draws_them_now():
-    """From what the run gave them, which the outputs keep."""
-    outputs = [o for name in ALL for cell in code_cells(name) for o in cell.outputs]
-    drawn = [one for one in outputs if "image/png" in one.get("data", {})]
-    kept = [output for output in drawn if picture.drawn_by(output)]
-    # All but the digits of 01, which have no words.
-    assert len(drawn) - len(kept) <= 1 and len(kept) > 20
-    ours = f"Matplotlib version{matplotlib.__version__}"
-    stored = {
-        picture.version(picture.stored_in(output)).split(",")[0] for output in kept
-    }
-    if stored != {ours}:
-        pytest.skip(f"stored by {stored}, which may draw otherwise than {ours}")
-    for output in kept:
-        stored = output.data["image/png"]
-        hint = f"{output.metadata['picture']}: make notebooks SHOW=1"
-        assert picture.drawn_now(output) == stored, hint
-
-
 @pytest.mark.parametrize("notebook", ALL)
-def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
-    """Run from top to bottom, without timestamps, widgets or what a machine adds."""
+def test_a_notebook_was_run_from_top_to_bottom(notebook):
+    """And is stored without timestamps, widgets or what a machine adds."""
     text = (ROOT / notebook).read_text()
-    again = tmp_path / "again.ipynb"
-    write(book(notebook), again)
-    assert again.read_text() == text
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
@@ -168,16 +115,6 @@ def test_a_notebook_is_stored_as_the_tool_stores_it(notebook, tmp_path):
     # A cell that shells out passes every notebook test when its command fails.
     shells_out = re.compile(r"^\s*[!%]|= ?!|get_ipython|;\s*$", re.MULTILINE)
     assert not shells_out.search("\n".join(cell.source for cell in cells))
-
-
-# ---- what they show ------------------------------------------------------------------
-@pytest.mark.parametrize("notebook", ALL)
-def test_listings_and_diffs_are_those_of_the_files_now(notebook, capsys):
-    for cell in code_cells(notebook):
-        if only_shows(cell.source):
-            exec(cell.source, {"lesson": lesson})
-            shown = without_colors(capsys.readouterr().out)
-            assert printed(cell) == shown, "stale: type `make notebooks SHOW=1`"
 
 
 def runs_of_lines(text, length):
