@@ -407,7 +407,6 @@ def ranks_part(c):
         d = d or own_gradients(c, s, steps)
         for rank, trace in enumerate(c.ranks):
             d = d or options_part(c, s, "rank 0", c.ranks[0], f"rank {rank}", trace)
-        d = d or own_state(c, s, steps)
         names = unequal_between_ranks([step.weights for step in steps], c.rounding)
         d = d or names and Finding("own weights", s, names=names)
         if d:
@@ -468,14 +467,7 @@ def own_gradients(c, s, steps):
         d.unsynced = None if forward["sync"] else forward["at"]
     d.bare = first.forward and all(f["how"] == "bare" for f in first.forward)
     d.past = first.grad[-1]["at"] if first.grad and not first.backward else None
-    d.mesh = smaller_mesh(c)
     return d
-
-
-def smaller_mesh(c):
-    """Return where a wrapper was made with fewer ranks than there are."""
-    wraps = [x for x in c.ranks[0].all["wrap"] if x["ranks"] < c.n]
-    return wraps and "{how} at {at} has {ranks}".format(**wraps[0])
 
 
 def passes_of(steps):
@@ -508,19 +500,6 @@ def options_part(c, s, one, alone, other, trace):
             first = which not in [step.facts["optimizer"] for step in alone.steps[:s]]
             d.scaled = first and always and scales and not d.scheduled
             return d
-    return None
-
-
-def own_state(c, s, steps):
-    """An optimizer's state, such as its momentum, differs between the ranks."""
-    facts = [step.facts for step in steps]
-    counts = [f"{x['entries']} tensors on rank {r}" for r, x in enumerate(facts)]
-    several = len({x["entries"] for x in facts}) > 1
-    each = [step.weights for step in steps]
-    if all(x[0] == 1 for x in each[0].values()) and not unequal_between_ranks(each):
-        return None  # each may have its part of the state, and send what it makes of it
-    if several or unequal_between_ranks([x["state"] for x in facts], c.rounding):
-        return Finding("state", s, optimizer=facts[0]["kind"], counts=", ".join(counts))
     return None
 
 
@@ -586,7 +565,7 @@ def gradients_from_one(c, s, names, pair):
         d.loss_fits = is_factor(sum(losses[1:]) / c.n, losses[0])
         d.loss_whole = all(is_factor(each, losses[0]) for each in losses)
     d.fewer_passes = len(first.backward) * c.n == len(one.backward)
-    d.passes, d.mesh = passes_of(steps), smaller_mesh(c)
+    d.passes = passes_of(steps)
     d.norms = ", ".join(sorted({n for f in first.forward for n in f["norms"]}))
     # without a wrapper the script averages itself
     bare = all(f["how"] == "bare" for f in first.forward)

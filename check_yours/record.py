@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections import deque
 from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -47,6 +48,11 @@ def iterators_of_loaders():
     """Return the class of a loader's iterators, and of those with workers."""
     names = "_BaseDataLoaderIter", "_MultiProcessingDataLoaderIter"
     return [getattr(data.dataloader, name, None) for name in names]
+
+
+def past_modes():
+    """Return a context without run.py's float64 mode: asking it takes half the time."""
+    return getattr(torch._C, "DisableTorchFunction", nullcontext)()
 
 
 def in_transform():
@@ -156,7 +162,7 @@ class Collate:
         self.collate, self.many = collate, many
 
     def __call__(self, samples):
-        with torch.no_grad():
+        with torch.no_grad(), past_modes():
             hashes = [hash_sample(x) for x in samples] if self.many else []
         return MARK, hashes, self.collate(samples)
 
@@ -236,7 +242,7 @@ class Recorder:
         """Compute on tensors without being watched."""
         was, self.busy = self.busy, True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), past_modes():
                 yield
         finally:
             self.busy = was
@@ -344,16 +350,13 @@ class Recorder:
         init(wrapper, module, *args, **kwargs)
         covered = {id(p) for p in module.parameters() if p.requires_grad}
         self.wrapped[id(wrapper)] = "DistributedDataParallel", wrapper, covered
-        ranks = dist.get_world_size(wrapper.process_group)
-        self.write("wrap", how="DDP", at=self.where(), ranks=ranks)
+        self.write("wrap", how="DDP", at=self.where())
 
     def shard(self, shard, module, *args, **kwargs):
         done = shard(module, *args, **kwargs)
         for each in module if isinstance(module, (list, tuple)) else [module]:
             self.wrapped[id(each)] = "fully_shard", each, None
-            meshes = [getattr(p, "device_mesh", None) for p in each.parameters()]
-            ranks = max((mesh.size() for mesh in meshes if mesh), default=0)
-            self.write("wrap", how="fully_shard", at=self.where(), ranks=ranks)
+            self.write("wrap", how="fully_shard", at=self.where())
             each.register_forward_pre_hook(self.hook_gathered)
         return done
 
@@ -567,12 +570,6 @@ class Recorder:
                 self.note_optimizer(optimizer)
             pairs = list(self.named(optimizer))
             late, outside = self.find_uncovered(pairs)
-            state = [
-                value
-                for _, p in pairs
-                for value in optimizer.state.get(p, {}).values()
-                if isinstance(value, torch.Tensor) and value.numel() > 1
-            ]
             before = sketch_all(pairs) if self.detailed else {}
             args, kwargs, closure = self.watch_closure(optimizer, args, kwargs, before)
             self.write(
@@ -582,8 +579,6 @@ class Recorder:
                 at=self.where(),
                 closure=closure,
                 options=[simple_options(each) for each in optimizer.param_groups],
-                entries=len(state),
-                state=add_up(dict(enumerate(map(sketch, state)))),
                 late=late,
                 outside=outside,
                 **self.gradients(pairs),

@@ -109,3 +109,26 @@ def test_a_command_prints_the_lines_that_its_page_shows(command, output):
         if line != "...":
             pattern = ".*".join(map(re.escape, line.split("...")))
             assert any(re.fullmatch(pattern, one) for one in printed), line
+
+
+# ---- where check_yours sends a reader ------------------------------------------------
+SENT_TO = {
+    "Your own script": "your_own_script/README.md",
+    "From DDP to FSDP2": "your_own_script/ddp_to_fsdp2.md",
+    "Check yours": "check_yours/README.md",
+    "Symptoms": "docs/symptoms.md",
+    "First aid": "docs/first_aid.md",
+}
+
+
+def test_the_check_names_rows_and_headings_that_exist():
+    causes = (ROOT / "check_yours/causes.txt").read_text()
+    sees = {*re.findall("-> (.+)$", causes, re.MULTILINE)}
+    assert len(sees) > 30
+    for see in sees:
+        page, *words = re.split("[,;:] ", see)
+        text = (ROOT / SENT_TO[page]).read_text().replace("`", "")
+        for word in words:
+            rows = re.findall(r"\d+", word) if word.startswith("row") else []
+            wanted = [f"\n| {number} | " for number in rows] or [word]
+            assert all(each in text for each in wanted), see
