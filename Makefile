@@ -16,7 +16,7 @@ WANTED_TORCH = $(patsubst %,'torch==%.*',$(filter-out latest,$(TORCH)))
 # Without .venv, one of the machine's.
 ANY_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 
-.PHONY: help demo test benchmark check update lock notebooks diff propagate site zh zh-notebooks gpu horovod
+.PHONY: help demo test benchmark check update lock notebooks diff propagate site zh gpu horovod
 
 help:
 	@echo "make demo             train every stage and compare them in a table"
@@ -34,7 +34,6 @@ help:
 	@echo "make propagate        carry an edit to the stages that build on it (FROM=...)"
 	@echo "make site             build the pages and notebooks as a site, in docs/_build/html"
 	@echo "make zh               bring the Chinese catalogs up to date; lists what waits (NEW=docs/...)"
-	@echo "make zh-notebooks     write Chinese notebooks, NAME.zh-CN.ipynb, to run"
 	@echo "make gpu              run on a GPU what a CPU cannot show (PART=..., PYTHON=...)"
 	@echo "make horovod          build Horovod in .venv-horovod and run its test"
 	@echo "make lock             write requirements.lock: the versions that pip gives today"
@@ -126,9 +125,6 @@ zh: $(SITE_INSTALLED)
 	@rm -rf docs/_build/gettext
 	@$(SPHINX) -b gettext -d docs/_build/doctrees-gettext . docs/_build/gettext
 	@tools/site/merge_catalogs.sh docs/_build/gettext $(NEW)
-
-zh-notebooks: $(SITE_INSTALLED)
-	@$(SITE_PY) tools/site/zh_notebooks.py
 
 # Nothing is installed: the machine need not reach the internet.
 gpu:
