@@ -294,7 +294,7 @@ def train_one_epoch(args, epoch, model, loader, state, stop, mesh):
         state.step += 1
         # [09] otherwise a resumed run draws other numbers, for dropout for instance
         # [14] the same in a tp group: otherwise its copies of a weight drift apart
-        dp_rank = mesh["dp"].get_local_rank()
+        dp_rank = mesh.get_local_rank("dp")
         torch.manual_seed(derive_seed(args.seed, state.step, dp_rank))
         # before the forward pass, which then has the memory of the old gradients
         optimizer.zero_grad()

@@ -163,6 +163,8 @@ SelectTypeParameters=CR_CPU
 # four CPUs per node, whatever the machine has; a node that comes back is used again
 SlurmdParameters=config_overrides
 ReturnToService=2
+# a job starts again only if its file has --requeue, as on many clusters
+JobRequeue=0
 # seconds between SIGTERM and SIGKILL, by default 30: enough to save a checkpoint here
 KillWait=15
 # wait a minute for an answer, not 10 seconds: the machine may be busy with the jobs

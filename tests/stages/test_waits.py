@@ -22,7 +22,7 @@ FIRST, LAST = 3, 13  # steps; the waits between their ends are counted
 SAMPLES = 720  # 15 steps, in batches of 48
 # The stages whose step is new in what could wait; the others before a release.
 NEW = [("images", "off"), ("amp", "bf16"), ("amp", "fp16"), ("signals", "off")]
-NEW += [("sharded_checkpoints", "off")]
+NEW += [("sharded_checkpoints", "off"), ("tensor_parallel", "off")]
 NEW = [(first_with(feature), amp) for feature, amp in NEW]
 # A forked process is told to count. One that a script spawns is not.
 CASES = [
