@@ -33,11 +33,11 @@ which can run any code, so name a directory in which only people whom you trust 
 write.
 
 From stage {signals} on, a run that is told to stop finishes the step and writes a
-checkpoint. *Nothing* is lost only if that takes less time than the sender
-leaves before it kills the processes: Slurm's `KillWait` (30 s by default) or the
-partition's `GraceTime`, and torchrun's 30 s. Otherwise the steps since the last
-checkpoint are lost. Signals other than SIGTERM and SIGUSR1, for example that of a
-terminal that closes, end the run without a checkpoint.
+checkpoint. *Nothing* is lost only if the sender leaves
+[enough time](../10_preemption/10_preemption.ipynb#the-idea) before it kills the
+processes. Otherwise the steps since the last checkpoint are lost. Signals other than
+SIGTERM and SIGUSR1, for example that of a terminal that closes, end the run without a
+checkpoint.
 
 Two faults that end a run have no row: standard output on a full disk, and a job that is
 suspended for longer than `--timeout`. NFS was not tried.

@@ -89,7 +89,7 @@ ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 
 # ---- the order of the pages ----------------------------------------------------------
-START = ["docs/running", "docs/questions", "your_own_script/README"]
+START = ["docs/running", "your_own_script/README"]
 START += ["check_yours/README", "exercises/README"]
 FAILS = ["docs/first_aid", "docs/symptoms", "docs/faults"]
 LAST = ["recipes/README", "other_libraries/README", "benchmarks/README", "CONTRIBUTING"]
