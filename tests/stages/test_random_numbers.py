@@ -50,9 +50,9 @@ def note_numbers(folder):
 def numbers(two, device, tmp_path):
     """Return a function that trains a stage and returns what every rank has drawn."""
 
-    def get(stage, root=ROOT):
+    def get(stage, *more, root=ROOT):
         work = small_workload(stage, 48)  # one step
-        flags = ["--device", device, "--epochs", "1", *work.flags]
+        flags = ["--device", device, "--epochs", "1", *work.flags, *more]
         prepare = functools.partial(note_numbers, tmp_path)
         run_stage(stage, two, flags, tmp_path / "run", root=root, prepare=prepare)
         return [torch.load(tmp_path / f"{rank}.pt") for rank in range(two)]
@@ -77,3 +77,9 @@ def test_ranks_draw_different_numbers(stage, numbers):
     assert not torch.equal(first["dropout"], second["dropout"])
     if "checkpoints" not in features(stage):
         assert first["seed"] != second["seed"]
+
+
+def test_a_tp_group_draws_the_same_numbers(numbers):
+    """Otherwise its copies of a weight drift apart, as 14/what_goes_wrong says."""
+    first, second = numbers(first_with("tensor_parallel"), "--tensor-parallel", "2")
+    assert torch.equal(first["dropout"], second["dropout"])
