@@ -326,6 +326,20 @@ def test_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch):
     assert checkpoint.lock(tmp_path) is None
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And the name is there before the save returns: a power cut takes neither."""
+    fsync, flushed = os.fsync, []
+
+    def note(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        flushed.append((is_folder, steps_in(tmp_path, sharded=False)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(tmp_path, 1)
+    assert flushed == [(False, []), (True, [1])]
+
+
 @each_kind
 def test_a_disk_that_cannot_flush_its_names_is_enough(sharded, tmp_path, monkeypatch):
     """As some that are mounted over a network: fsync of a folder is EINVAL."""
