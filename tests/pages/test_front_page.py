@@ -84,7 +84,8 @@ def test_the_check_prints_what_both_pages_show(tmp_path):
     (command,) = re.findall(r"^python \.\./check_yours .*$", TRY, re.MULTILINE)
     printed = commands.run(command, **where).stdout
     replace_once(script, ("train_one_epoch(ddp_model", "train_one_epoch(model"))
-    printed += commands.run(command, code=1, **where).stdout
+    broken = command.replace("check_yours ", "check_yours --processes=1,2 ")
+    printed += commands.run(broken, code=1, **where).stdout
     page = (ROOT / "check_yours/README.md").read_text()
     assert f"\n$ {command}\n" in page
     for text in (README, page):
