@@ -14,7 +14,6 @@ from harness import commands
 from harness.stages import ROOT
 from harness.stages import first_with
 from harness.weights import max_abs_diff
-from tests.conftest import only_in_release
 from tests.training import counts
 from tests.training import imported_by
 from tests.training import replace_once
@@ -26,8 +25,6 @@ FOLDER = ROOT / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 OURS = {"benchmarks", "common", "harness", "nbtools", "tests", "tools"}
 NEED = {"parts_not_used_fsdp.py": "2.13"}  # the version of torch
-# They follow prototypes, which a push cannot break.
-WEEKLY = {"expert_parallel.py", "float8_fsdp.py", "muon_fsdp.py"}
 TYPED = "(Pdb) "  # in a docstring, before what is typed
 
 # {recipe: (a text that it has once, what replaces it, what is then on standard error)}
@@ -120,9 +117,7 @@ def test_the_index_has_every_recipe_with_its_question():
         assert question == docstring(recipe)[0]
 
 
-@pytest.mark.parametrize(
-    "recipe", [only_in_release(r, unless=r not in WEEKLY) for r in RECIPES]
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_prints_what_it_shows(recipe, tmp_path, device):
     """`[...]` stands for anything, and what is typed is not shown again."""
     assert not imported_by((FOLDER / recipe).read_text()) & OURS
