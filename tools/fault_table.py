@@ -48,10 +48,11 @@ suspended for longer than `--timeout`. NFS was not tried.
 
 
 def faults():
-    """Return a dict per mark: its arguments, the test's file, name and arguments.
+    """Return a dict per mark: its arguments, and the test's file.
 
     `stages` are those that have the feature `since` and not the feature `without`. In
-    `lost`, {signals} stands for the number of the first stage with that feature.
+    `lost`, {signals} stands for the number of the first stage with that feature. Raises
+    ValueError if a test does not take the fixture `fault`.
     """
     found = []
     for path in sorted(ROOT.glob("tests/*/test_*.py")):
@@ -62,12 +63,10 @@ def faults():
                     row = {
                         word.arg: ast.literal_eval(word.value) for word in mark.keywords
                     }
-                    takes = [argument.arg for argument in node.args.args]
-                    row |= {
-                        "file": str(path.relative_to(ROOT)),
-                        "test": node.name,
-                        "takes": takes,
-                    }
+                    if "fault" not in [each.arg for each in node.args.args]:
+                        # then the test does not check the words that the page shows
+                        raise ValueError(f"{node.name} does not take `fault`")
+                    row["file"] = str(path.relative_to(ROOT))
                     since = [row["since"]] if "since" in row else []
                     without = [row["without"]] if "without" in row else []
                     row["stages"] = with_feature(*since, without=without)

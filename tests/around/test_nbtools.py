@@ -8,9 +8,9 @@ import psutil
 from harness import commands
 
 
-def cell(command, fails=False):
+def cell(command, **options):
     """Return the command of a Python that runs this cell."""
-    words = f"from nbtools import lesson; lesson.run({command!r}, fails={fails})"
+    words = f"from nbtools import lesson; lesson.run({command!r}, **{options})"
     return ["python", "-c", words]
 
 
@@ -19,6 +19,8 @@ def test_a_cell_raises_unless_its_command_ends_as_it_should():
     assert "its reason" in commands.run(cell(fails), code=1).stderr
     commands.run(cell(fails, fails=True))
     assert "exit code 0" in commands.run(cell("true", fails=True), code=1).stderr
+    hangs = commands.run(cell("sleep 3600", seconds=0), code=1).stderr
+    assert "it did nothing for 0 s" in hangs
 
 
 def test_a_cell_that_is_stopped_leaves_no_process(tmp_path):

@@ -43,12 +43,16 @@ def test_propagate_carries_an_edit_to_all_stages_that_build_on_it(scripts):
     edits = {stages()[0]: "def main():", first_with("amp"): "    main()"}
     for stage, line in edits.items():
         replace_once(scripts[stage], (f"\n{line}\n", f"\n{line}  # edited\n"))
+    # A comment changes its words, also where later stages have other lines beside it.
+    words = "before the forward pass, which then has the memory"
+    replace_once(scripts[stages()[0]], (words, "in the memory"))
     for _ in range(2):  # the second time changes nothing
         propagate(scripts)
         for stage, script in scripts.items():
             for start, line in edits.items():
                 carried = f"\n{line}  # edited\n" in script.read_text()
                 assert carried == (start in (stage, *ancestors(stage)))
+            assert script.read_text().count("# in the memory") == 1
 
 
 def test_propagate_leaves_the_branch_of_a_conflict_and_continues(scripts):
