@@ -242,7 +242,7 @@ def connect(run):
 
 
 def get_facts(run):
-    """Return what has to be the same on all ranks, and the name of this rank's GPU.
+    """Return what has to be the same on all ranks.
 
     NCCL's version is the one for which torch was built.
     """
@@ -255,29 +255,23 @@ def get_facts(run):
         "WORLD_SIZE": run.world_size,
         "device": "cpu",
     }
-    gpu = None
     if run.device.type == "cuda":
         if run.local_rank >= (count := torch.cuda.device_count()):
             raise Fault(f"local rank {run.local_rank} has no GPU: it sees {count}")
-        properties = torch.cuda.get_device_properties(run.device)
-        same["device"], gpu = properties.name, str(properties.uuid)
-    return same, gpu
+        same["device"] = torch.cuda.get_device_name(run.device)
+    return same
 
 
 def compare_facts(run, facts):
-    """Find facts that are not the same on all ranks, and GPUs that ranks share."""
+    """Find facts that are not the same on all ranks."""
     shown, problems = [], []
-    for name in facts[min(facts)][0]:
-        values = ranks_by({rank: same[name] for rank, (same, _) in facts.items()})
+    for name in facts[min(facts)]:
+        values = ranks_by({rank: same[name] for rank, same in facts.items()})
         if len(values) == 1:
             shown.append(f"{name} {min(values)}")
             continue
         texts = [f"{value} on {run.names(ranks)}" for value, ranks in values.items()]
         problems.append(f"{name} {', '.join(texts)}")
-    gpus = {rank: (run.hosts[rank], gpu) for rank, (_, gpu) in facts.items()}
-    for (_, gpu), ranks in ranks_by(gpus).items():
-        if gpu and len(ranks) > 1:
-            problems.append(f"{run.names(ranks)} have one GPU together")
     shown.append(f"nodes: {len({*run.hosts.values()})}")
     return ", ".join(shown), problems
 

@@ -9,8 +9,8 @@ The model is Llama-3-8B, or that of a config.json of transformers (--config), wi
 Llama's blocks. --room says how many GPUs it takes, with a twentieth of each left free.
 The table has a column for each moment of a training step. Its lines are upper bounds,
 and so is the fullest column. That column was compared with the bytes that a small Llama
-takes on two CPU ranks, by default and with float32, ddp, --activation-checkpointing and
---lora-rank. --room, --grad-accum, --groups blocks, adamw-8bit and hours are not tested.
+takes on two CPU ranks, by default and with float32, --ddp, --activation-checkpointing
+and --lora-rank. --room, --grad-accum, adamw-8bit and hours are not tested.
 
 What it assumes:
 - AdamW as on a GPU, where it updates all weights at once. Weights, gradients and
@@ -21,9 +21,8 @@ What it assumes:
   matrices of this rank, in float32, to each linear layer of a block.
 - --optimizer adamw-8bit has averages of a byte, in blocks of 256, as torchao has; those
   of vectors and adapters stay in float32. It updates one tensor at a time.
-- --groups says what fully_shard is called on: "ends": each block, the embedding, the
-  head, and then the model (if the head has the embedding's weight, both stay in the
-  root); "blocks": each block and the model. "ddp" is DDP instead.
+- fully_shard is called on each block, the embedding, the head, and then the model. If
+  the head has the embedding's weight, both stay in the root. --ddp is DDP instead.
 - Attention by fused kernels, which keep no scores. Norms compute in float32 and keep
   their inputs so, as under autocast on a GPU. No dropout, no torch.compile.
 - The loss is that of all logits at once, in float32. Your loop has a name for the
@@ -155,18 +154,17 @@ def activations(shape, low, residual):
     return block, outside, max((2 * inner + 2 * width) * low, 4 * 4 * width)
 
 
-def split(shape, groups, block, end, norm):
+def split(shape, block, end, norm):
     """Return what the root has, and a list of what the other groups have.
 
     block, end, norm: what each block, the embedding or the head, and the last norm
     have.
     """
     blocks = [block] * shape.layers
-    root = (1 if shape.tied else 2) * end + norm
-    if groups == "ends" and not shape.tied:
-        # The last norm may be in the root or with the head, so it counts in both.
-        return root - 2 * end, [end, *blocks, end + norm]
-    return root, blocks
+    if shape.tied:
+        return end + norm, blocks
+    # The last norm may be in the root or with the head, so it counts in both.
+    return norm, [end, *blocks, end + norm]
 
 
 def at_once(before, groups):
@@ -176,7 +174,7 @@ def at_once(before, groups):
     there, and so is the buffer of the group before. before: the weights of that group.
     """
     pairs = zip([before, *groups], groups, strict=False)
-    return max((one + 2 * group for one, group in pairs), default=0)
+    return max(one + 2 * group for one, group in pairs)
 
 
 def in_parts(shape, low, adapters):
@@ -195,7 +193,7 @@ def table(
     gpus=8,
     tokens=8192,
     precision="bf16",
-    groups="ends",
+    ddp=False,
     activation_checkpointing=False,
     grad_accum=False,
     optimizer="adamw",
@@ -209,12 +207,12 @@ def table(
     backward pass, as far as blocks and head; when the last group's gradients are
     reduced; and AdamW's step.
     """
-    low, sharded = LOW[precision], groups != "ddp"
+    low = LOW[precision]
     adapters = shape.adapters(lora_rank)
-    ranks = gpus if sharded else 1
+    ranks = 1 if ddp else gpus
     lines = kept_all_the_time(shape, ranks, low, adapters, optimizer, grad_accum)
-    if sharded:
-        lines |= of_groups(shape, gpus, low, groups, *in_parts(shape, low, adapters))
+    if not ddp:
+        lines |= of_groups(shape, gpus, low, *in_parts(shape, low, adapters))
     else:
         numbers = shape.layers * adapters or shape.parameters
         lines["DDP's buckets"] = [4 * numbers] * 5
@@ -223,7 +221,7 @@ def table(
         copies = 2 * (shape.layers * adapters or used) * (low == 2)
         lines["autocast's copies of weights"] = [copies] * 3 + [0, 0]
 
-    residual = low if sharded or adapters else 4
+    residual = 4 if ddp and not adapters else low
     block, outside, moving = activations(shape, low, residual)
     if adapters:  # what is between the two matrices; the sum with the layer's own
         block += 7 * lora_rank * low
@@ -272,25 +270,23 @@ def kept_all_the_time(shape, ranks, low, adapters, optimizer, grad_accum):
     return lines
 
 
-def of_groups(shape, gpus, low, groups, gathered, trained):
+def of_groups(shape, gpus, low, gathered, trained):
     """Return the lines of what FSDP2 gathers and reduces; low: bytes of a gradient.
 
     gathered, trained: as in_parts returns them.
     """
-    root, others = split(shape, groups, *gathered)
-    apart = len(others) > shape.layers
-    first, head = (others[0], others[-1]) if apart else (0, 0)
+    root, others = split(shape, *gathered)
+    first, head = (0, 0) if shape.tied else (others[0], others[-1])
     forward = max(2 * root, root + at_once(root, others))
     backward = root + at_once(0, others[::-1])
     most = [forward, root + head, backward, root + 2 * first, 0]
     lines = {"gathered weights": most}
-    root, others = split(shape, groups, *trained)
-    first, largest = others[0] if apart else 0, max(others, default=0)
+    root, others = split(shape, *trained)
+    first, largest = 0 if shape.tied else others[0], max(others)
     # The head's gradient waits in the root for the embedding's, which is added to it if
     # the two are one weight.
-    end = trained[1]
-    waiting = 0 if apart else end if others else root
-    last = root + first + (2 * end if shape.tied else 0)
+    waiting = trained[1] if shape.tied else 0
+    last = root + first + 2 * waiting
     lines["whole gradients"] = [0, 0, low * (waiting + largest), low * last, 0]
     # in float32, and the shard that is left of it
     copies = [4 * (one + one // gpus) for one in (largest, max(root, first))]
@@ -304,7 +300,7 @@ def together(lines):
 
 def smallest(shape, room, options):
     """Return how many GPUs of room GiB it takes, or None if more do not help."""
-    for gpus in range(1, 2 if options["groups"] == "ddp" else 4096 + 1):
+    for gpus in range(1, 2 if options["ddp"] else 4096 + 1):
         lines = table(shape, **{**options, "gpus": gpus})
         if max(together(lines)) <= 0.95 * room * 2**30:
             return gpus
@@ -316,12 +312,12 @@ def sent(shape, options):
     gpus, low = options["gpus"], LOW[options["precision"]]
     adapters = shape.layers * shape.adapters(options["lora_rank"])
     reduced = 4 * (adapters or shape.parameters)
-    if options["groups"] == "ddp":
+    if options["ddp"]:
         return 2 * reduced * (gpus - 1) / gpus
     # The backward pass gathers again what was freed: neither the root nor the head, and
     # no frozen embedding (sharded.py's is not gathered: nobody would wait for it).
     again = shape.layers * shape.of_block + adapters
-    if options["groups"] == "ends" and not shape.tied and not adapters:
+    if not shape.tied and not adapters:
         again += shape.embedding
     gathered = low * (shape.parameters + adapters + again)
     return (gathered + reduced * (not options["grad_accum"])) * (gpus - 1) / gpus
@@ -343,7 +339,7 @@ def parse_args(words=None):
     add("--precision", choices=LOW, default="bf16")
     add("--optimizer", choices=("adamw", "adamw-8bit"), default="adamw")
     add("--lora-rank", type=int, help="train adapters alone")
-    add("--groups", choices=("ends", "blocks", "ddp"), default="ends")
+    add("--ddp", action="store_true", help="in place of FSDP2")
     add("--activation-checkpointing", action="store_true", help="of each block")
     add("--grad-accum", action="store_true", help="FSDP2 reduces after the last")
     add("--tokens-per-second", type=float, metavar="X", help="measured on one GPU")

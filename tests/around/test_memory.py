@@ -38,7 +38,7 @@ SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4}
 CASES = {
     "": 1.1,
     "--precision float32": 1.1,
-    "--groups ddp": 1.1,
+    "--ddp": 1.1,
     "--activation-checkpointing": 1.1,
     "--lora-rank 8": 1.1,
     "--tokens 64": 1.33,
@@ -66,7 +66,7 @@ def train(flags, folder):
     if args.activation_checkpointing:
         model.activation_checkpointing_enable()
     wrapped = model
-    if args.groups == "ddp":
+    if args.ddp:
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
         mesh, bf16 = dist.init_device_mesh("cpu", (2,)), args.precision == "bf16"

@@ -5,7 +5,6 @@ functions, with the same arguments. Folders are Paths.
 """
 
 import shutil
-import sys
 
 import torch
 from torch import distributed as dist
@@ -64,7 +63,6 @@ def shard_model(model, mesh, bf16, lists=()):
     except NotImplementedError:  # of a wav2vec2, which has neither
         embedding, head = None, None
     ends = [each for each in (embedding, head) if hasattr(each, "weight")]
-    warn_of_others(model, [*blocks, *ends])
     for block in blocks:
         fully_shard(block, **options)
     if len({each.weight for each in ends}) == len(ends):  # otherwise they are tied, and
@@ -87,16 +85,6 @@ def find_blocks(model):
         if len(each) == depth:
             return each
     raise ModelError(f"there is no list of {depth} blocks: give shard_model yours")
-
-
-def warn_of_others(model, parts):
-    """Say so if much of a model is in none of its parts: the root then gathers it."""
-    known = {weight for part in parts for weight in part.parameters()}
-    others = sum(weight.numel() for weight in model.parameters() if weight not in known)
-    total = model.num_parameters()
-    if others > 0.1 * total and dist.get_rank() == 0:
-        text = f"{others:,} of {total:,} parameters are in no block, and stay whole"
-        print(f"{text}: give shard_model their list of blocks, too", file=sys.stderr)
 
 
 def allocate(model, device):
