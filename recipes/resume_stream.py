@@ -15,7 +15,6 @@ $ torchrun --standalone --nproc-per-node=2 recipes/resume_stream.py
 read again, 0 workers: the uninterrupted run's batches: True
 read again, 2 workers: the uninterrupted run's batches: True
 read again, without the generators' states: the uninterrupted run's batches: False
-StatefulDataLoader, 0 workers: the uninterrupted run's batches: True
 StatefulDataLoader, 2 workers: the uninterrupted run's batches: True
 """
 
@@ -149,7 +148,6 @@ def main():
             read_again(noisy, rank, device, 2, with_states=False),
             False,
         ),
-        ("StatefulDataLoader, 0 workers", stateful(rank, world_size, 0), True),
         ("StatefulDataLoader, 2 workers", stateful(rank, world_size, 2), True),
     ):
         assert len(whole) == BATCHES and (resumed == whole) == expected, name
