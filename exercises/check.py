@@ -26,7 +26,7 @@ sys.path[0] = str(HERE.parent)
 
 from harness import commands
 
-PIECES = ("ring", "ddp", "fsdp", "column_row", "pipeline")
+PIECES = ("ring", "ddp", "sampler", "resume", "zero1", "fsdp", "column_row", "pipeline")
 # The runs of a check: the number of ranks, and torch's default dtype. The second one
 # finds what is written for three ranks, or for float64.
 RUNS = [(3, "float64"), (2, "float32")]

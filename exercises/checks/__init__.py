@@ -134,6 +134,12 @@ def check_close(what, ours, right, hint=""):
     raise AssertionError(f"{what} is off by {difference(ours, right):.0e}{hint}")
 
 
+def vector_of(tensors):
+    """Return tensors as one vector, with zeros up to a multiple of the ranks."""
+    vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return nn.functional.pad(vector, (0, -len(vector) % dist.get_world_size()))
+
+
 def check_piece(what, piece, right, hint=""):
     """Assert that a piece of a tensor is right, and keeps nothing else in memory."""
     check_close(what, piece, right, hint)

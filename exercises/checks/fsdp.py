@@ -10,6 +10,7 @@ from exercises.checks import check_close
 from exercises.checks import check_piece
 from exercises.checks import numbers_in
 from exercises.checks import tensors_of_object
+from exercises.checks import vector_of
 from harness.counting import Kept
 
 SIZES = (12, 14, 15)  # of each block, the weights have 2 * 9 * SIZE numbers
@@ -85,12 +86,6 @@ def make_blocks():
     torch.manual_seed(0)
     layers = [(nn.Linear(9, size), nn.Tanh(), nn.Linear(size, 9)) for size in SIZES]
     return nn.Sequential(*(nn.Sequential(*each) for each in layers))
-
-
-def vector_of(tensors):
-    """Return tensors as one vector, with zeros up to a multiple of the ranks."""
-    vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return nn.functional.pad(vector, (0, -len(vector) % dist.get_world_size()))
 
 
 class Held:

@@ -58,6 +58,47 @@ MISTAKES = {
         ),
         ("numbers /= dist.get_world_size()", "pass", "is 3 times too large, of the me"),
     ],
+    "sampler": [
+        ("self.seed + self.epoch", "self.seed", "shuffle=True, seed=7"),
+        ("torch.Generator()", "torch", "torch's global generator has changed"),
+        (
+            "self.n = dist.get_rank(), dist.get_world_size()",
+            "self.n = dist.get_rank(), 3",
+            "on 2",
+        ),
+    ],
+    "resume": [
+        (
+            "    dist.barrier()  # otherwise",
+            "    # otherwise",
+            "after a kill while step 2 was saved, load() begins with half",
+        ),
+        (
+            'folder / f"unfinished-{step}"  #',
+            'folder / f"step-{step:09}"  #',
+            "after a kill while step 2 was saved, load() begins with half",
+        ),
+        ('f"step-{step:09}"', 'f"step-{step}"', "does it sort names as text"),
+        (
+            "exist_ok=True)",
+            "exist_ok=dist.get_rank() > 0)",
+            "exists",
+        ),
+        (
+            '"model": model.state_dict()',
+            '"model": dict(model.named_parameters())',
+            "batches",
+        ),
+        ('"step": step,', '"step": step, "random": torch.rand(1),', "save() changes t"),
+    ],
+    "zero1": [
+        ("([self.piece], **o", "(self.weights, **o", "AdamW keeps state for 170 numbe"),
+        ("nn.Parameter(piece.clone())", "nn.Parameter(piece)", "is a view into 171 nu"),
+        (", **options)\n\n", ', lr=options["lr"])\n\n', "hand on all options"),
+        (" / self.ranks\n", "\n", "the gradient of this rank's piece is 3 times too l"),
+        ("weight.copy_(new.view_as(weight))", "pass", "are still the old ones"),
+        ("        self.piece.grad = None\n", "", "it keeps 114 numbers besides the mo"),
+    ],
     "fsdp": [
         (
             "self.block = block\n",
