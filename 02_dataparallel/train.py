@@ -38,9 +38,6 @@ def parse_args():
 def setup(args):
     """Prepare this process and return its device."""
     device = launch.get_device(args.device, local_rank=0)
-    if device.type == "cpu":
-        # otherwise each step returns its memory to the kernel, and gets it page by page
-        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -143,7 +140,7 @@ def run(args):
     channels, image_size, _ = train_set.image_shape
     with one_line_errors(f"--arch {args.arch}:"):
         model = make_model(args.arch, channels, train_set.num_classes, image_size)
-    model.to(args.device, args.dtype, memory_format=args.memory_format)
+    model.to(args.device, args.dtype, memory_format=torch.channels_last)
     if args.evaluate:
         with one_line_errors("--evaluate:"):
             weights.load_weights(model, args.evaluate)

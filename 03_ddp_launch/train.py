@@ -48,9 +48,6 @@ def setup(args):
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
-    if device.type == "cpu":
-        # otherwise each step returns its memory to the kernel, and gets it page by page
-        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -181,7 +178,7 @@ def run(args):
     channels, image_size, _ = train_set.image_shape
     with one_line_errors(f"--arch {args.arch}:"):
         model = make_model(args.arch, channels, train_set.num_classes, image_size)
-    model.to(args.device, args.dtype, memory_format=args.memory_format)
+    model.to(args.device, args.dtype, memory_format=torch.channels_last)
     # [03] otherwise all ranks draw the same numbers, for dropout for instance
     torch.manual_seed(args.seed + dist.get_rank())
     if args.evaluate:

@@ -42,7 +42,6 @@ from common.args import positive_int
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import describe_speed
-from common.gpt import generate
 from common.loader import derive_seed
 from common.loader import ignore_launcher_sigterm
 from common.loader import loader_options
@@ -76,13 +75,6 @@ def parse_args():
     )
     # [09] --checkpoint-dir, on a disk that every node sees and that outlives the job
     parser.add_checkpoint_arguments()
-    parser.add_argument(
-        "--sample",
-        may_differ=True,
-        type=number(int, ge=0),
-        default=200,
-        help="bytes to draw at the end",
-    )
     # [11] with AdamW a step is at most about the learning rate, whatever the gradient
     parser.set_defaults(lr=3e-3, weight_decay=0.1, clip_grad=1.0)
     args = parser.parse_args()
@@ -107,9 +99,6 @@ def setup(args):
     # [03] not RANK, which counts the processes of all machines
     local_rank = int(os.environ["LOCAL_RANK"])
     device = launch.get_device(args.device, local_rank)
-    if device.type == "cpu":
-        # otherwise each step returns its memory to the kernel, and gets it page by page
-        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -473,8 +462,6 @@ def run(args):
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
                 saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
-    if args.sample:  # [11] by all ranks, which draw the same bytes
-        log(text.printable(generate(model, b"\n", args.sample)))
     return 0 if saved else 1
 
 

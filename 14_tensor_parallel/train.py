@@ -49,7 +49,6 @@ from common.args import positive_int
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import describe_speed
-from common.gpt import generate
 from common.loader import derive_seed
 from common.loader import ignore_launcher_sigterm
 from common.loader import loader_options
@@ -83,13 +82,6 @@ def parse_args():
     )
     # [09] --checkpoint-dir, on a disk that every node sees and that outlives the job
     parser.add_checkpoint_arguments()
-    parser.add_argument(
-        "--sample",
-        may_differ=True,
-        type=number(int, ge=0),
-        default=200,
-        help="bytes to draw at the end",
-    )
     # [14] for a global batch smaller than the number of devices, or a large layer
     parser.add_argument(
         "--tensor-parallel",
@@ -129,9 +121,6 @@ def setup(args):
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % args.tensor_parallel:
         fail(f"--tensor-parallel must divide the number of processes ({world_size})")
-    if device.type == "cpu":
-        # otherwise each step returns its memory to the kernel, and gets it page by page
-        launch.keep_freed_memory()
     # TF32 is torch's default for convolutions: 10 bits of a factor's fraction, not 23
     precision = "tf32" if args.tf32 else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -544,8 +533,6 @@ def run(args):
             state_dict = get_model_state_dict(model, options=whole)
             if is_main_process():
                 saved &= weights.save_epoch(args.out_dir, epoch, train, val, state_dict)
-    if args.sample:  # [11] by all ranks, which draw the same bytes
-        log(text.printable(generate(model, b"\n", args.sample)))
     return 0 if saved else 1
 
 

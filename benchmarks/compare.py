@@ -30,7 +30,7 @@ from harness.stages import features
 from harness.stages import with_feature
 
 # The flags that define the work, which every script gets.
-WORK = ("data", "data_dir", "image_size", "images", "arch", "memory_format", "lr")
+WORK = ("data", "data_dir", "image_size", "images", "arch", "lr")
 WORK += ("batch_size", "epochs", "workers", "seed", "device", "tf32")
 STEPS = 10  # of an epoch, by default
 HERE = Path(__file__).resolve().parent
@@ -48,7 +48,7 @@ def parse_args():
         )
 
     parser = ArgumentParser(__doc__)
-    parser.set_defaults(data="fake", image_size=32, images=None, epochs=6, workers=0)
+    parser.set_defaults(data="fake", image_size=32, images=None, epochs=6)
     add = parser.add_argument
     stages = with_feature("images")
     add("stages", nargs="*", type=stage, default=stages, metavar="STAGE")

@@ -16,20 +16,19 @@ from benchmarks.report import table
 from common.args import fail
 
 BF16 = ["--amp", "bf16"]
-CONTIGUOUS = ["--memory-format", "contiguous"]
 ANY_ALGORITHM = ["--no-deterministic"]
 # A stage's flags, and what it has no flag for. The first is what a script has that sets
 # nothing: TF32 in convolutions alone.
 VARIANTS = {
-    "torch's defaults": ([*CONTIGUOUS, *ANY_ALGORITHM], {"conv_tf32": True}),
+    "torch's defaults": (ANY_ALGORITHM, {"conv_tf32": True, "contiguous": True}),
     "TF32": (["--tf32"], {}),
     "bf16": (BF16, {}),
-    "bf16, contiguous": ([*BF16, *CONTIGUOUS], {}),
+    "bf16, contiguous": (BF16, {"contiguous": True}),
     "bf16, fused": (BF16, {"fused": True}),
     "bf16, not deterministic": ([*BF16, *ANY_ALGORITHM], {}),
     "bf16, a wait per step": (BF16, {"wait": True}),
     "float32, as the stages": ([], {}),
-    "contiguous": (CONTIGUOUS, {}),
+    "contiguous": ([], {"contiguous": True}),
     "fused": ([], {"fused": True}),
     "not deterministic": (ANY_ALGORITHM, {}),
     "not deterministic, cudnn.benchmark": (ANY_ALGORITHM, {"benchmark": True}),
@@ -53,8 +52,10 @@ def steps(device, arch, size, batch_size):
         if options.get("conv_tf32"):
             torch.backends.cudnn.conv.fp32_precision = "tf32"
         torch.backends.cudnn.benchmark = options.get("benchmark", False)
+        contiguous = options.get("contiguous", False)
+        order = torch.contiguous_format if contiguous else torch.channels_last
         step = limit.make_step(
-            args, *limit.make_work(args, batch_size), fused=options.get("fused")
+            args, *limit.make_work(args, batch_size, order), fused=options.get("fused")
         )
         one = (lambda step=step: step().item()) if options.get("wait") else step
         limit.seconds_per_step(args.device, one, 2)  # warms up

@@ -43,7 +43,7 @@ def set_backends(tf32=False, deterministic=True):
     torch.backends.cudnn.deterministic = deterministic
 
 
-def make_work(args, batch_size):
+def make_work(args, batch_size, memory_format=torch.channels_last):
     """Return a stage's model and one batch, normalized: all is on the device."""
     with one_line_errors(f"--data {args.data}:"):
         train_set, _ = data.load(
@@ -57,11 +57,11 @@ def make_work(args, batch_size):
     check_batch_size(batch_size, processes=1, samples=len(train_set))
     inputs, targets = next(iter(DataLoader(train_set, batch_size, collate_fn=collate)))
     inputs = data.normalize(inputs.to(args.device), args.data, args.dtype)
-    inputs = inputs.contiguous(memory_format=args.memory_format)
+    inputs = inputs.contiguous(memory_format=memory_format)
     torch.manual_seed(args.seed)
     channels, image_size = inputs.shape[1:3]
     model = make_model(args.arch, channels, train_set.num_classes, image_size)
-    model.to(args.device, args.dtype, memory_format=args.memory_format)
+    model.to(args.device, args.dtype, memory_format=memory_format)
     return model, inputs, targets.to(args.device)
 
 

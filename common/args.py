@@ -14,10 +14,6 @@ import torch
 from common.weights import read_metrics
 
 DATA_SETS = ("digits", "cifar10", "imagefolder", "fake")
-FORMATS = {
-    "channels_last": torch.channels_last,
-    "contiguous": torch.contiguous_format,
-}
 
 
 def fail(message):
@@ -59,16 +55,6 @@ def usable_cores():
     if hasattr(os, "sched_getaffinity"):  # on Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def default_workers(processes):
-    """Return how many workers keep a GPU busy that trains on image files: 1 to 8.
-
-    Files are decoded by all the cores that this process can have, except one.
-    processes: how many this script starts; a launcher says it in LOCAL_WORLD_SIZE.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(1, min(8, usable_cores() // processes - 1))
 
 
 def number(kind, ge=-math.inf, gt=-math.inf, le=math.inf):
@@ -174,7 +160,6 @@ IMAGES = {
     "--image-size": (224, number(int, ge=8), "in pixels, of imagefolder and fake"),
     "--images": (1000, positive_int, "number of training images of fake"),
     "--arch": ("small", str, "'small', or a torchvision classifier, such as resnet18"),
-    "--memory-format": ("channels_last", tuple(FORMATS), "order of images in memory"),
 }
 TEXT = {
     "--text-file": (None, existing_file, "train on its bytes; None: common/text.txt"),
@@ -188,7 +173,7 @@ TRAINING = {
     "--batch-size": (48, positive_int, "global batch: samples of all processes"),
     "--lr": (0.05, positive_float, "peak learning rate, after a warm-up"),
     "--weight-decay": (5e-4, number(float, ge=0), "pull of a step toward zero"),
-    "--workers": (None, number(int, ge=0), "per DataLoader; None: as the data needs"),
+    "--workers": (0, number(int, ge=0), "processes per DataLoader that read ahead"),
     "--seed": (0, number(int, ge=0, le=2**31), "of weights, order and augmentation"),
     "--device": ("auto", ("auto", "cpu", "cuda"), "auto: cuda if a GPU is visible"),
     "--dtype": ("float32", dtype, "of the weights: float32 or float64"),
@@ -277,7 +262,6 @@ class ArgumentParser(argparse.ArgumentParser):
         """Check the flags of the data set and of the model, once all are parsed."""
         from torchvision import models  # a language model needs no torchvision
 
-        args.memory_format = FORMATS[args.memory_format]
         archs = models.list_models(module=models)
         if args.arch not in ("small", *archs):
             self.error(
@@ -290,10 +274,6 @@ class ArgumentParser(argparse.ArgumentParser):
                     f"--data-dir {args.data_dir}: no such directory; name the one that"
                     f" holds {args.data}, or add --download"
                 )
-        if args.workers is None:
-            in_files = args.data == "imagefolder" and args.device.type == "cuda"
-            processes = getattr(args, "nproc", 1)  # where a launcher starts them
-            args.workers = default_workers(processes) if in_files else 0
 
 
 class TextArgumentParser(ArgumentParser):
@@ -302,7 +282,6 @@ class TextArgumentParser(ArgumentParser):
     data_flags = TEXT
 
     def check_data_arguments(self, args):
-        args.workers = args.workers or 0
         if args.width % args.heads:
             self.error(
                 f"--width {args.width} must be divisible by --heads ({args.heads})"

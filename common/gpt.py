@@ -1,4 +1,4 @@
-"""A small GPT on bytes, its optimizer's groups, its speed, and text drawn from it."""
+"""A small GPT on bytes, its optimizer's groups, and its speed."""
 
 import torch
 from torch import nn
@@ -129,31 +129,3 @@ def describe_speed(args, tokens_per_s):
     flops = 6 * weights + 12 * args.depth * args.context_length * args.width
     flops /= getattr(args, "tensor_parallel", 1)  # processes share a token's work
     return f"{text}, MFU {tokens_per_s * flops / PEAKS[name]:.0%}"
-
-
-@torch.no_grad()
-def generate(model, prompt, count, temperature=0.8, seed=0):
-    """Return `count` bytes that a GPT on bytes draws, one by one, after `prompt`.
-
-    prompt: bytes, at least one. Each byte is drawn by the probabilities that
-    the model gives it after the bytes before, as many as it can look back to.
-    temperature: below 1 the likely ones get likelier;
-    at 0 the likeliest is taken. The numbers come from a generator of its own, on the
-    CPU, so they are the same on every rank and every device.
-    """
-    training = model.training
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    context_length = model.positions.num_embeddings
-    device = next(model.parameters()).device
-    tokens = list(prompt)
-    for _ in range(count):
-        context = torch.tensor([tokens[-context_length:]], device=device)
-        logits = model(context)[0, -1].double().cpu()
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            chances = (logits / temperature).softmax(0)
-            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    model.train(training)
-    return bytes(tokens[len(prompt) :])

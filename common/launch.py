@@ -17,7 +17,6 @@ import torch
 from common.args import fail
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 # What Slurm, Kubernetes and launchers send to a run that is to stop.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -42,20 +41,6 @@ def check():
         fail(f"{shown} contradict each other; leave them to the launcher")
     if not os.environ.get("MASTER_ADDR") or port >= 2**16:
         fail("MASTER_ADDR is not set, or MASTER_PORT is not a port")
-
-
-def keep_freed_memory():
-    """Have the C library keep the memory that tensors on the CPU free; with glibc only.
-
-    By default it gives memory back to the kernel after each step, and gets it again
-    page by page during the next one. See mallopt(3).
-    """
-    if os.name != "posix":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(M_TRIM_THRESHOLD, 2**30)
-        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that it accepts
 
 
 def get_device(device, local_rank):

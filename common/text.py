@@ -1,7 +1,6 @@
 """A text as a data set: its bytes are the tokens, and a sample is a window of them."""
 
 import hashlib
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,16 +52,6 @@ class TextWindows(Dataset):
         positions = starts[:, None] + torch.arange(self.context_length + 1)
         windows = self.text[positions].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-def printable(raw):
-    """Return bytes as a text that standard output can show, whatever its encoding is.
-
-    What is not UTF-8, and characters that a terminal in the C locale has not, become
-    replacement characters.
-    """
-    encoding = sys.stdout.encoding or "utf-8"
-    return raw.decode(errors="replace").encode(encoding, "replace").decode(encoding)
 
 
 def load(path, context_length, seed=0):

@@ -105,7 +105,7 @@ def main():
     torch.manual_seed(args.seed)
     channels, image_size, _ = train_set.image_shape
     model = make_model(args.arch, channels, train_set.num_classes, image_size)
-    model.to(args.device, args.dtype, memory_format=args.memory_format)
+    model.to(args.device, args.dtype, memory_format=torch.channels_last)
     options = {"momentum": 0.9, "weight_decay": args.weight_decay, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
     scheduler = warmup_cosine(optimizer, total_steps=args.epochs * len(train_loader))

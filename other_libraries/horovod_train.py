@@ -93,8 +93,7 @@ def run(args):
     torch.manual_seed(args.seed)
     channels, image_size, _ = loader.dataset[0][0].shape
     model = make_model(args.arch, channels, loader.dataset.num_classes, image_size)
-    # Not args.memory_format: Horovod refuses channels_last ("Tensor is required to be
-    # contiguous").
+    # Horovod refuses torch.channels_last ("Tensor is required to be contiguous").
     model.to(args.device, args.dtype)
     optimizer = torch.optim.SGD(
         model.parameters(),

@@ -103,7 +103,6 @@ def small_workload(stage, samples=DIGITS):
         path = Path(texts().name, f"{samples}.txt")
         path.write_bytes((ROOT / "common/text.txt").read_bytes()[:size])
         flags = ("--text-file", str(path), "--context-length", str(WINDOW))
-        flags += ("--sample", "0")  # drawing text takes a third of such a run
         return Workload(flags, WINDOW * samples, WINDOW * windows)
     if samples == DIGITS:
         return Workload((), samples, 357)

@@ -138,19 +138,6 @@ def test_a_stage_sets_what_the_flags_say_of_a_gpu(tf32, deterministic):
         cudnn.deterministic, cudnn.conv.fp32_precision, matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("name", ["channels_last", "contiguous"])
-def test_a_stage_trains_in_the_memory_format_asked_for(name, device, tmp_path):
-    flags = ["--epochs", "1", "--memory-format", name, "--device", device]
-    done = train_in_forks(FIRST, 1, flags, tmp_path)
-    saved = weights.load(done.weights).values()
-    kernels = [w for w in saved if w.dim() == 4 and w.shape[1] > 1 and w.shape[2] > 1]
-    assert len(kernels) == 6  # a kernel of one channel, or of one pixel, is both
-    for kernel in kernels:
-        assert kernel.is_contiguous() == (name == "contiguous")
-        is_last = kernel.is_contiguous(memory_format=torch.channels_last)
-        assert is_last == (name == "channels_last")
-
-
 @pytest.fixture
 def done(trained):
     """The first stage, trained for three epochs."""

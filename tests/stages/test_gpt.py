@@ -1,6 +1,6 @@
 """11_gpt: the model is GPT-2's formulas, and sees no byte after the one it predicts.
 
-A run prints bits per byte, perplexity and a sample, which depends on its seed alone.
+A run prints bits per byte and perplexity.
 """
 
 import math
@@ -15,7 +15,6 @@ from torch import nn
 from common.gpt import GPT
 from common.gpt import decay_groups
 from common.gpt import describe_speed
-from common.gpt import generate
 from common.text import TextWindows
 from harness.stages import ROOT
 from harness.stages import first_with
@@ -136,50 +135,6 @@ def test_matrices_decay_and_vectors_do_not(model):
         assert torch.allclose(each, before[name] * factor), name
 
 
-# ---- sampling ------------------------------------------------------------------------
-class Successor(nn.Module):
-    """Finds that the byte after b is b + 1, or b + 2 with a third of the chance.
-
-    It takes no more than five bytes, and notes them.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.positions = nn.Embedding(5, 1)
-        self.contexts = []
-
-    def forward(self, tokens):
-        assert tokens.shape[1] <= 5 and not self.training
-        self.contexts.append(tokens[0].tolist())
-        logits = torch.full((1, tokens.shape[1], 256), -math.inf)
-        logits[0, -1, (tokens[0, -1] + 1) % 256] = math.log(3)
-        logits[0, -1, (tokens[0, -1] + 2) % 256] = 0
-        return logits
-
-
-def test_what_is_likeliest_is_taken_at_temperature_0():
-    model = Successor()
-    assert generate(model, b"ab", 6, temperature=0) == b"cdefgh"
-    assert model.contexts[0] == list(b"ab")
-    assert model.contexts[-1] == list(b"cdefg")  # the last five
-    assert model.training
-
-
-def test_a_sample_depends_on_its_seed_alone(model):
-    before = torch.default_generator.get_state()
-    first = generate(model, b"The ", 50)
-    torch.rand(3)
-    assert generate(model, b"The ", 50) == first
-    torch.default_generator.set_state(before)
-    assert generate(model, b"The ", 50) == first
-    assert torch.equal(torch.default_generator.get_state(), before)
-    assert generate(model, b"The ", 50, seed=1) != first
-    assert len(first) == 50 and generate(model, b"The ", 0) == b""
-    model.eval()
-    generate(model, b"The ", 1)
-    assert not model.training
-
-
 # ---- the stage -----------------------------------------------------------------------
 @pytest.mark.parametrize(
     "stage",
@@ -188,14 +143,11 @@ def test_a_sample_depends_on_its_seed_alone(model):
         for s in with_feature("text")
     ],
 )
-def test_a_run_prints_bits_perplexity_and_a_sample_once(
-    stage, several, device, tmp_path
-):
-    """A sample of the weights that it saved."""
+def test_a_run_prints_bits_and_perplexity_once(stage, several, device, tmp_path):
     last = tmp_path / "out/last.pt"
     flags = [*small_workload(stage, 300).flags, "--width", "32", "--heads", "2"]
     flags += ["--depth", "3", "--epochs", "2", "--device", device]
-    run = [*flags, "--sample", "50", "--out-dir", last.parent]
+    run = [*flags, "--out-dir", last.parent]
     first, *others = run_stage(stage, several, run, tmp_path / "run").ranks
     assert not any(one.stdout for one in others)
     pattern = (
@@ -207,10 +159,6 @@ def test_a_run_prints_bits_perplexity_and_a_sample_once(
     for loss, bits, perplexity in epochs:
         assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-3)
         assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=2e-3)
-    model = GPT(256, 8, width=32, depth=3, heads=2)
-    model.load_state_dict(torch.load(last))
-    sample = generate(model, b"\n", 50).decode(errors="replace")
-    assert first.stdout.endswith(f"{epochs[-1][-1]}\n{sample}\n")
     evaluation = run_stage(stage, 1, [*flags, "--evaluate", last], tmp_path / "again")
     assert evaluation.stdout.startswith(f"val loss {epochs[-1][0]} ")
 

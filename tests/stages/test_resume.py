@@ -349,7 +349,7 @@ def assert_refused(run, done, named):
 
 COMPARED = {"epochs", "batch_size", "lr", "weight_decay", "seed", "dtype", "amp"}
 COMPARED |= {"clip_grad", "tf32", "deterministic"}
-OF_IMAGES = {"data", "image_size", "images", "arch", "memory_format"}
+OF_IMAGES = {"data", "image_size", "images", "arch"}
 OF_TEXT = {"context_length", "width", "depth", "heads"}
 
 

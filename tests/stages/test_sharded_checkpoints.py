@@ -230,7 +230,7 @@ def test_a_shard_that_only_rank_1_reads_is_damaged(
 
 
 # ---- saves in a thread ---------------------------------------------------------------
-FLAGS = "--device cpu --epochs 2 --text-file 11_gpt/train.py --sample 0 --dtype float64"
+FLAGS = "--device cpu --epochs 2 --text-file 11_gpt/train.py --dtype float64"
 
 
 def torchrun(folder, program, *flags, code=0):
