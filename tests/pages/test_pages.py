@@ -21,16 +21,17 @@ FOLDERS += "|your_own_script|check_yours|benchmarks|tests"
 FILE = re.compile(
     rf"(?<![\w/.-])(?:{FOLDERS})/[\w/]+\.(?:py|sh|sbatch|md|ipynb|yaml)\b"
 )
-SKIPPED = {".venv", ".venv-site", "_build", "node_modules"}
+SKIPPED = (".venv", "_build", "node_modules")  # .venv-torch-2.11, too
 
 
 def find(pattern):
     """Return the files with a pattern, without those that are made, and the Chinese."""
     found = (path for path in sorted(ROOT.rglob(pattern)) if path.is_file())
+    paths = (path.relative_to(ROOT) for path in found if ".zh-CN." not in path.name)
     return [
-        path.relative_to(ROOT).as_posix()
-        for path in found
-        if not SKIPPED & {*path.parts} and ".zh-CN." not in path.name
+        path.as_posix()
+        for path in paths
+        if not any(part.startswith(SKIPPED) for part in path.parts)
     ]
 
 
