@@ -83,7 +83,7 @@ check: $(INSTALLED)
 	@failed=0; \
 	$(PY) -m ruff check . || failed=1; \
 	$(PY) -m ruff format --check . || failed=1; \
-	$(PY) -m pytest -q -m "not slow and not long" \
+	$(PY) -m pytest -q -m "not slow" \
 	  $(addprefix tests/*/test_,registry.py chain.py tools.py notebooks.py exercises.py symptoms.py) \
 	  || failed=1; \
 	exit $$failed

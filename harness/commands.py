@@ -188,7 +188,7 @@ class Job:
 class LaunchedJob(Job):
     """A command that the operating system runs."""
 
-    def __init__(self, words, folder, cwd, variables, terminal=None):
+    def __init__(self, words, folder, cwd, variables):
         super().__init__(folder)
         self.paths = [self.folder / name for name in OUTPUTS]
         with self.paths[0].open("w") as out, self.paths[1].open("w") as err:
@@ -196,8 +196,8 @@ class LaunchedJob(Job):
                 [*PROGRAMS.get(words[0], words[:1]), *words[1:]],
                 cwd=cwd,
                 env=variables,
-                stdin=terminal or subprocess.DEVNULL,
-                stdout=terminal or out,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
                 stderr=err,
                 start_new_session=True,
                 preexec_fn=default_ctrl_c,
@@ -344,7 +344,6 @@ def start(
     cwd=ROOT,
     prepare=None,
     together=False,
-    terminal=None,
     **variables,
 ):
     """Start a command; return a Job, whose context kills what is left at its end.
@@ -352,8 +351,7 @@ def start(
     command: a line as one types it, or its words; folder: where it prints, a file per
     output; prepare: a picklable function that each fork calls first, one of
     tests/fault_injection.py for instance; together: all forks print into one pair of
-    files, and one that fails ends the others, as torchrun has it; terminal: a
-    descriptor for standard input and output; variables: of its
+    files, and one that fails ends the others, as torchrun has it; variables: of its
     environment, which otherwise has no launcher's variables and one thread per process.
 
     A command is launched in any case if its launcher does something that forks do not:
@@ -364,7 +362,7 @@ def start(
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables.setdefault(name, value)
-    ranks = plan_forks(words) if forks and terminal is None else None
+    ranks = plan_forks(words) if forks else None
     if ranks is None and "RANKS_PER_GPU" in os.environ:
         words = on_shared_gpu(words)
         variables.setdefault("PORT", free_port())
@@ -374,7 +372,7 @@ def start(
         return ForkedJob(arguments, environments, Path(folder), cwd, prepare, together)
     if prepare:
         raise ValueError(f"only forks can be prepared: {' '.join(words)}")
-    return LaunchedJob(words, folder, cwd, environment(**variables), terminal)
+    return LaunchedJob(words, folder, cwd, environment(**variables))
 
 
 def run(command, folder=None, code=0, seconds=LIMIT, **options):

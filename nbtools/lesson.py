@@ -40,10 +40,10 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
     of the two folders.
 
     Raises commands.CommandError, with what it printed to standard error, if the child
-    fails, or with `fails=True` if it does not; with `fails=None` it may do either. It
-    also raises if the child does nothing for so many `seconds`: it neither prints nor
-    computes, because its ranks wait for each other. Whatever ends this call also ends
-    the child and the processes that it started.
+    fails, or with `fails=True` if it does not. It also raises if the child does nothing
+    for so many `seconds`: it neither prints nor computes, because its ranks wait for
+    each other. Whatever ends this call also ends the child and the processes that it
+    started.
     """
     print(f"$ {command}", flush=True)
     words = shlex.split(command.replace("\\\n", " "))
@@ -62,7 +62,7 @@ def run(command, fails=False, quiet=False, in_order=False, seconds=IDLE):
         print("".join(sorted(lines)), end="", flush=True)
     done.stdout, done.stderr = "".join(lines), without_folders(done.stderr)
     hung = done.returncode == "hung"
-    if hung or fails is not None and bool(done.returncode) != fails:
+    if hung or bool(done.returncode) != fails:
         nothing = f"it hangs: it did nothing for {seconds} s"
         ended = nothing if hung else f"exit code {done.returncode}"
         raise commands.CommandError(f"{ended}: {command}\n{done.stderr}")

@@ -51,7 +51,6 @@ def pytest_configure(config):
         "ci: not about a stage itself, or takes long; --all runs it, as CI does",
         "release: one of many more cases of a claim, or of what others change; "
         "only --release runs it",
-        "long: takes half an hour; only `make test ARGS='-m long -s'` runs it",
     ):
         config.addinivalue_line("markers", line)
     config.option.loadscopereorder = False  # the order below is better

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common import checkpoint
 from common import weights
 from common.gpt import GPT
-from harness.stages import ROOT
 from harness.stages import features
 from harness.weights import max_abs_diff
 from tests.fault_injection import RANKS
@@ -36,7 +35,7 @@ class Run:
     checkpoint when it was last started.
     """
 
-    def __init__(self, stage, folder, device, *flags, processes=2, root=ROOT):
+    def __init__(self, stage, folder, device, *flags, processes=2):
         self.stage = stage
         self.folder = Path(folder)
         self.checkpoint_dir = self.folder / "checkpoints"
@@ -48,7 +47,6 @@ class Run:
             # nccl does not notice, as gloo does, that a rank of this machine has died.
             self.flags += ["--timeout", "20"]
         self.processes = processes
-        self.root = root
         self.starts = 0
 
     def start(self, *flags, **options):
@@ -59,7 +57,6 @@ class Run:
         self.starts += 1
         self.step = self.latest()
         flags, screens = [*self.flags, *flags], self.folder / f"start-{self.starts}"
-        options = {"root": self.root, **options}
         return start_stage(self.stage, self.processes, flags, screens, **options)
 
     def run(self, *flags, code=0, **options):

@@ -1,4 +1,4 @@
-"""What the scripts of your_own_script/ do first in tests: a `prepare` of processes.py.
+"""What the scripts of your_own_script/ do first in tests: a `prepare` of a job.
 
 The scripts there import nothing of ours, so what they did is seen through torch. Each
 of these functions has a script train in float64.

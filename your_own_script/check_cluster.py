@@ -229,12 +229,10 @@ def connect(run):
     try:
         store = dist.TCPStore(*given, wait_for_workers=False)
         run.store = dist.PrefixStore("check_cluster", store)
-        if run.store.add(f"rank/{run.rank}", 1) > 1:
-            raise Fault(f"another process is rank {run.rank}, too")
         if run.rank == 0:
             run.store.set("token", f".check_cluster-{uuid.uuid4().hex}")
         run.token = run.store.get("token").decode()  # no rank begins before rank 0
-    except (dist.DistError, Fault) as error:
+    except dist.DistError as error:
         fail(run, f"cannot join rank 0 at {place}: {text_of(error)}")
     if run.rank == 0:
         backend = dist.get_default_backend_for_device(run.device)
@@ -242,16 +240,10 @@ def connect(run):
 
 
 def get_facts(run):
-    """Return what has to be the same on all ranks.
-
-    NCCL's version is the one for which torch was built.
-    """
-    nccl = torch.version.cuda and dist.is_nccl_available() and torch.cuda.nccl.version()
+    """Return what has to be the same on all ranks."""
     same = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "NCCL": nccl and ".".join(map(str, nccl)),
         "WORLD_SIZE": run.world_size,
         "device": "cpu",
     }
@@ -289,8 +281,6 @@ def share_file(folder, run):
         if time.monotonic() > end:
             raise Fault("the file that rank 0 wrote is not there")
         time.sleep(0.1)
-    if not os.access(folder, os.W_OK):
-        raise Fault("it cannot write there")
 
 
 def join_group(run):
@@ -319,17 +309,14 @@ def time_all_reduce(mib, run):
     seconds, ranks = [], run.world_size
     # A call on a GPU returns before it is finished.
     synchronize = getattr(torch, run.device.type).synchronize
-    tensor = torch.empty(mib * 2**18, device=run.device)
+    tensor = torch.zeros(mib * 2**18, device=run.device)
     for _ in range(REPETITIONS + 1):
-        tensor.fill_(1)
         dist.all_reduce(torch.ones(1, device=run.device))  # begin together
         synchronize(run.device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
         synchronize(run.device)
         seconds.append(time.perf_counter() - start)
-    if not (tensor == ranks).all():
-        raise Fault("got a wrong sum")
     median = statistics.median(seconds[1:])
     return median, tensor.nbytes / median * 2 * (ranks - 1) / ranks
 

@@ -116,7 +116,7 @@ def test_ranks_that_are_stuck_say_so(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_rank_0_is_the_one(number, tmp_path):
     """It holds the store."""
-    prepare = {0: partial(act_in, "empty", number)}
+    prepare = {0: partial(act_in, "zeros", number)}
     done = run_ranks(tmp_path, 2, SHORT, prepare=prepare, without=[0])[1]
     assert done.returncode == 1 and not done.stdout and done.stderr
 

@@ -31,7 +31,6 @@ from tests.training import load_stage_for_vectors
 from tests.training import plain
 from tests.training import run_stage
 from tests.training import sharded
-from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import stage_args
 from tests.training import train_first_epoch
@@ -202,27 +201,6 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(
         state = read_state(path)
         assert (state["step"], state["scheduler"]["last_epoch"]) == (10, 9)
         assert state["scaler"]["scale"] == 32768
-
-
-@pytest.mark.parametrize("processes", [only_in_release(1), 2])
-def test_a_first_step_that_overflows_leaves_finite_weights(processes, device, tmp_path):
-    """Fused SGD would go on with momentum that nobody has initialized."""
-    skip_without_gpus(processes, device)
-    flags = fp16_flags(STAGE, SAMPLES, "--epochs", "1", "--device", device)
-    prepare = functools.partial(
-        call_all,
-        functools.partial(infinite_gradient, 1, rank=processes - 1),
-        functools.partial(weights_kept, 4, tmp_path),
-    )
-    out = tmp_path / "out"
-    flags += ["--out-dir", out]
-    run_stage(STAGE, processes, flags, tmp_path / "run", prepare=prepare)
-    (row,) = weights.read_metrics(out)
-    assert math.isfinite(row["train"]["loss"])
-    last = torch.load(out / "last.pt")
-    assert all(each.isfinite().all() for each in last.values())
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
-    assert all(map(torch.equal, ranks[0], ranks[-1]))
 
 
 # ---- a loss that is not finite -------------------------------------------------------

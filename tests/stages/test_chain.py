@@ -9,17 +9,12 @@ import re
 from collections import Counter
 
 import pytest
-from torch.distributed.run import get_args_parser
 
-from common import args as common_args
 from harness.stages import ROOT
 from harness.stages import ancestors
-from harness.stages import features
 from harness.stages import registry
 from harness.stages import stages
 from harness.stages import steps
-from harness.stages import with_feature
-from tests.training import load_stage
 
 TITLES = [
     "1. flags",
@@ -29,7 +24,6 @@ TITLES = [
     "5. evaluation",
     "6. the run",
 ]
-LAUNCHER_FLAGS = {"--nproc"}  # it goes when another launcher comes
 TOKEN = re.compile(r"\w+|[^\w\s]")
 TAG = re.compile(r"\[(\d\d)\]")
 # What the stages teach, and what common/ must therefore neither use nor hide.
@@ -141,43 +135,6 @@ def test_a_tag_has_words_and_names_the_stage_or_one_that_it_builds_on(stage):
         if tags := TAG.findall(line):
             assert re.match(r"\[\d\d\] \S", comment(line)), line
             assert numbers.issuperset(tags), line
-
-
-# ---- flags ---------------------------------------------------------------------------
-def listed(help_text):
-    """Return the flags that a --help lists, except --help."""
-    return set(re.findall(r"^  (--[\w-]+)", help_text, re.MULTILINE))
-
-
-def flags_of(stage, monkeypatch, capsys):
-    """Return the flags of a stage."""
-    module = load_stage(stage)
-    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
-    with pytest.raises(SystemExit):
-        module.parse_args()
-    found = listed(capsys.readouterr().out)
-    assert "--batch-size" in found
-    return found
-
-
-def test_no_flag_disappears_or_is_torchruns(monkeypatch, capsys):
-    """Except a launcher's own, and those of the data and of the model with the data.
-
-    torchrun takes the beginning of one of its own flags for that.
-    """
-    classes = (common_args.ArgumentParser, common_args.TextArgumentParser)
-    images, text = (listed(each("").format_help()) for each in classes)
-    of_images = images - text
-    flags = {stage: flags_of(stage, monkeypatch, capsys) for stage in stages()}
-    for before, after in steps():
-        gone = flags[before] - flags[after] - LAUNCHER_FLAGS
-        if "images" in features(before) and "text" in features(after):
-            gone -= of_images
-        assert not gone, after
-    actions = get_args_parser()._actions
-    torchruns = [flag for action in actions for flag in action.option_strings]
-    for flag in set().union(*map(flags.get, with_feature("torchrun"))):
-        assert not any(other.startswith(flag) for other in torchruns), flag
 
 
 # ---- the form ------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from harness.commands import call_in_forks
-from harness.sections import sections
 from harness.stages import features
 from harness.stages import first_with
 from harness.stages import with_feature
@@ -153,17 +152,3 @@ def test_any_number_of_processes_gets_the_metrics_of_the_set(
             assert metrics[n]["acc1"] == 100 * (better < 1).sum().item() / n
             assert metrics[n]["acc5"] == 100 * (better < 5).sum().item() / n
             assert metrics[n]["loss"] == pytest.approx(loss, rel=1e-12)
-
-
-def test_later_stages_evaluate_by_the_same_lines():
-    """So what is shown of the first one in whole runs holds for them, too.
-
-    With tensor parallelism, other lines evaluate: see test_tensor_parallel.py.
-    """
-    for kind in ("images", "text"):
-        texts = [
-            sections(stage)["5. evaluation"]
-            for stage in EVALUATING
-            if kind in features(stage) and "tensor_parallel" not in features(stage)
-        ]
-        assert all(text == texts[0] for text in texts)

@@ -14,7 +14,6 @@ from common.gpt import GPT
 from harness.commands import call_in_forks
 from harness.stages import first_with
 from harness.stages import reference
-from harness.stages import with_feature
 from tests import fsdp_ranks
 from tests.conftest import only_in_release
 from tests.resume_harness import NEVER
@@ -26,7 +25,6 @@ from tests.training import skip_without_gpus
 from tests.training import small_workload
 from tests.training import train_in_forks
 
-SHARDED = with_feature("shards")
 STAGE = first_with("shards")
 PLAIN = reference(STAGE)
 SMALL = ("--width", "20", "--heads", "2")

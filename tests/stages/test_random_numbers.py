@@ -1,8 +1,8 @@
 """03_ddp_launch/what_goes_wrong: each rank draws random numbers of its own.
 
-All begin with the same weights nevertheless. A stage that spawns its processes, which
-cannot be prepared to note their numbers, has the same line. That dropout draws the
-same numbers in a resumed run is shown in test_resume.py.
+All begin with the same weights nevertheless. A stage that spawns its processes cannot
+be prepared to note their numbers. That dropout draws the same numbers in a resumed run
+is shown in test_resume.py.
 """
 
 import functools
@@ -13,15 +13,12 @@ from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DistributedSampler
 
-from harness.stages import ROOT
 from harness.stages import features
 from harness.stages import first_with
 from harness.stages import with_feature
 from tests.conftest import only_in_release
 from tests.training import run_stage
 from tests.training import small_workload
-
-LINE = "torch.manual_seed(args.seed + dist.get_rank())"
 
 
 def note_numbers(folder):
@@ -50,11 +47,11 @@ def note_numbers(folder):
 def numbers(two, device, tmp_path):
     """Return a function that trains a stage and returns what every rank has drawn."""
 
-    def get(stage, *more, root=ROOT):
+    def get(stage, *more):
         work = small_workload(stage, 48)  # one step
         flags = ["--device", device, "--epochs", "1", *work.flags, *more]
         prepare = functools.partial(note_numbers, tmp_path)
-        run_stage(stage, two, flags, tmp_path / "run", root=root, prepare=prepare)
+        run_stage(stage, two, flags, tmp_path / "run", prepare=prepare)
         return [torch.load(tmp_path / f"{rank}.pt") for rank in range(two)]
 
     return get

@@ -64,7 +64,6 @@ STAGES = with_feature("checkpoints")
 STAGE, *_ = STAGES
 SHARDS = with_feature("checkpoints", "shards")
 IN_FOLDERS = first_with("sharded_checkpoints")
-SPLITS = first_with("tensor_parallel")
 EVERY_1, EVERY_2 = ("--checkpoint-every", "1"), ("--checkpoint-every", "2")
 
 

@@ -129,7 +129,7 @@ def test_what_a_stage_adds_changes_no_bit_until_a_flag_asks_for_it(
 
 @pytest.mark.release
 def test_two_launchers_as_on_two_machines(baseline, two, device, tmp_path):
-    """Two torchruns that meet at one address, as README shows for two machines."""
+    """Two torchruns that meet at one address, as running.md shows for two machines."""
     if device == "cuda":
         pytest.skip("both launchers of one machine would take its first GPU")
     words = ["torchrun", "--nnodes=2", f"--nproc-per-node={two // 2}"]

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.ci
 
 SLURM = first_with("slurm")
 SIGNALS = first_with("signals")
-SHARDED = first_with("sharded_checkpoints")
 # How the ranks of a job are started: by srun, or by a torchrun on each node.
 SRUN, TORCHRUN = False, True
 CPU = ("--device", "cpu")

@@ -6,7 +6,6 @@ all stages.
 
 import functools
 import math
-import signal
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from harness.stages import registry
 from harness.weights import max_abs_diff
 from tests.conftest import only_in_release
 from tests.fault_injection import infinite_gradient
-from tests.fault_injection import signalled_at_file
 from tests.fault_injection import weights_kept
 from tests.resume_harness import EVERY_4
 from tests.resume_harness import Run
 from tests.resume_harness import assert_same
-from tests.resume_harness import exit_codes
 from tests.resume_harness import read_state
 from tests.resume_harness import uninterrupted
 from tests.training import DOUBLE
@@ -166,31 +163,6 @@ def test_a_run_is_resumed_on_other_meshes(trained, device, tmp_path):
     run.on(STAGE, 2, 2).stop(9, "SIGTERM")
     run.on(BEFORE, 1, 1).stop(13, "SIGTERM")
     run.on(STAGE, 1, 4).run()
-    run.assert_no_step_is_lost_or_doubled()
-    expected = uninterrupted(trained, reference(STAGE), 1, "--dtype", "float64")
-    assert_same(run.out_dir, expected, atol=1e-10)
-
-
-# Before which event a rank is killed, in one start after the other: of the new name of
-# a folder, or of a file that is opened.
-KILLS = [
-    ("os.rename", "*/step-*", 2),  # the second checkpoint is there, except for its name
-    ("open", "*/__3_0.distcp", 1),  # rank 3 writes nothing
-    ("open", "*/step-*/.metadata", 1),  # while it loads
-]
-
-
-@pytest.mark.release
-def test_a_run_killed_while_it_saves_or_loads_resumes(trained, device, tmp_path):
-    skip_without_gpus(4, device)
-    run = OnMesh(STAGE, tmp_path, device, "--dtype", "float64", *EVERY_4)
-    run.on(STAGE, 2, 2)
-    for event, pattern, call in KILLS:
-        kill = functools.partial(signalled_at_file, event, pattern, call=call)
-        done = run.run(code=None, prepare=kill)
-        assert -signal.SIGKILL in exit_codes(done), (event, pattern)
-        assert run.latest() == 4
-    run.run()
     run.assert_no_step_is_lost_or_doubled()
     expected = uninterrupted(trained, reference(STAGE), 1, "--dtype", "float64")
     assert_same(run.out_dir, expected, atol=1e-10)

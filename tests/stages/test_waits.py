@@ -9,12 +9,10 @@ import pytest
 
 from harness.counting import WaitsForDevice
 from harness.counting import between_steps
-from harness.stages import ROOT
 from harness.stages import features
 from harness.stages import first_with
 from harness.stages import stages
 from tests.conftest import only_in_release
-from tests.training import changed
 from tests.training import run_stage
 from tests.training import small_workload
 
@@ -45,11 +43,11 @@ def count_waits(folder):
     between_steps(FIRST, LAST, waits.__enter__, end)
 
 
-def waits_per_step(stage, processes, flags, folder, root=ROOT):
+def waits_per_step(stage, processes, flags, folder):
     """Return what each rank counted in an epoch of 15 steps."""
     flags = ["--epochs", "1", *small_workload(stage, SAMPLES).flags, *flags]
     prepare = functools.partial(count_waits, folder)
-    run_stage(stage, processes, flags, folder, root=root, prepare=prepare)
+    run_stage(stage, processes, flags, folder, prepare=prepare)
     return [json.loads(path.read_text()) for path in folder.glob("waits-*.json")]
 
 
@@ -68,12 +66,3 @@ def test_a_step_waits_with_fp16_only_and_then_three_times(
     flags += ["--grad-accum-steps", "2"] if "accumulation" in has else []
     counted = waits_per_step(stage, processes, flags, tmp_path)
     assert counted == [3 if amp == "fp16" else 0] * processes
-
-
-def test_a_printed_loss_is_a_wait(device, tmp_path):
-    stage = first_with("images")
-    old = "        scheduler.step()\n"
-    new = old + "        print(loss.item())\n"
-    root = changed(stage, tmp_path / "changed", (old, new))
-    counted = waits_per_step(stage, 1, ["--device", device], tmp_path, root)
-    assert counted == [1]
