@@ -109,12 +109,10 @@ SPHINX = $(SITE_PY) -m sphinx --quiet --jobs auto -c tools/site
 STRICTLY = --fail-on-warning --keep-going
 
 site: $(SITE_INSTALLED)
-	@$(SITE_PY) -c 'import matplotlib, myst_nb, pagefind, sphinx_book_theme, sphinx_copybutton, sphinxext.opengraph' 2>/dev/null \
+	@$(SITE_PY) -c 'import myst_nb, pagefind, sphinx_book_theme, sphinx_copybutton, sphinxext.opengraph' 2>/dev/null \
 	  || { echo "$(SITE_PY) has no Sphinx, or not all of what the site needs: $(SITE_PY) -m pip install -r tools/site/requirements.txt" >&2; exit 2; }
 	@rm -rf docs/_build
 	@echo "building the site: two minutes on two idle CPU cores"
-	@$(SITE_PY) tools/site/catalogs.py
-	@$(SITE_PY) tools/site/pictures.py
 	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees . docs/_build/html
 	@$(SPHINX) $(STRICTLY) -d docs/_build/doctrees-zh -t zh . docs/_build/html/zh_CN
 	@$(SITE_PY) -m pagefind --site docs/_build/html --root-selector article --exclude-selectors .headerlink --quiet

@@ -31,7 +31,7 @@ def picture(draw):
     """Return a function that draws a picture and shows it.
 
     The output keeps which function drew it, and from what. So tools/picture.py can draw
-    it again without the run, and tools/site/pictures.py with Chinese labels.
+    it again without the run.
     """
 
     @functools.wraps(draw)

@@ -74,9 +74,6 @@ locale_dirs = ["docs/locale"]
 gettext_compact = False  # a catalog for each page
 gettext_location = False  # no line numbers, which every edit would change
 translation_progress_classes = "untranslated"  # site.css marks these paragraphs
-# docs/*.png by their names, pictures of notebooks by the SHA-256 of the English one:
-# tools/site/pictures.py draws them.
-figure_language_filename = "/docs/locale/{language}/pictures/{basename}{ext}"
 
 # The address of the site, and of the files that are no pages, which the workflow knows
 # (.github/workflows/site.yml). Elsewhere, links to such files lead to copies.
@@ -190,15 +187,7 @@ def lay_out(app, doctree):
         image["alt"] = image.get("alt") or section.next_node(nodes.title).astext()
 
 
-def add_script(app, page, _template, _context, _doctree):
-    """Give a page the script of its name, such as _static/symptoms.js."""
-    name = f"{page.rpartition('/')[2]}.js"
-    if page.startswith("docs/") and (SITE / "_static" / name).is_file():
-        app.add_js_file(name, loading_method="defer")
-
-
 def setup(app):
     app.connect("source-read", prepare)
     app.connect("doctree-read", lead_to_files)
     app.connect("doctree-read", lay_out)
-    app.connect("html-page-context", add_script)

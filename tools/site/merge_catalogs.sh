@@ -12,9 +12,9 @@ pots=$(cd "$1" && pwd) begun=${2:-}
 cd "$(dirname "$0")/../../docs/locale/zh_CN/LC_MESSAGES"
 known=$(mktemp)
 trap 'rm -f "$known"' EXIT
-find . -name '*.po' ! -name pictures.po -print0 | xargs -0 msgcat --use-first -o "$known"
+find . -name '*.po' -print0 | xargs -0 msgcat --use-first -o "$known"
 
-find . -name '*.po' ! -name pictures.po | while read -r po; do
+find . -name '*.po' | while read -r po; do
   [ -f "$pots/${po%.po}.pot" ] || { echo "removed: $po"; rm "$po"; }
 done
 (cd "$pots" && find . -name '*.pot') | sort | while read -r pot; do
@@ -23,7 +23,7 @@ done
   [ -f "$po" ] || is_new=$po
   [ -f "$po" ] || msginit --no-translator --locale=zh_CN.UTF-8 --no-wrap -i "$pots/$pot" -o "$po" 2>/dev/null
   msgmerge --quiet --update --backup=none --previous --no-wrap --compendium="$known" "$po" "$pots/$pot"
-  sed -i '/^#~|/d' "$po" # what an obsolete text was before, which Babel cannot read
+  sed -i '/^#~|/d' "$po" # what an obsolete text was before: Babel, in Sphinx, cannot read it
   waits=$(LC_ALL=C msgfmt --statistics -o /dev/null "$po" 2>&1)
   has() { grep -oP "\d+(?= $1)" <<<"$waits" || echo 0; }
   if [ "${is_new:-}" = "$po" ] && [ "$po" != "./$begun.po" ] && (($(has translated) < $(has untranslated))); then
