@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.count_steps import LAST
 from benchmarks.limit import AMP
 from benchmarks.report import show
 from common.args import ArgumentParser
@@ -70,8 +69,6 @@ def parse_args():
     for processes in args.processes:
         check_batch_size(args.batch_size, processes, samples=args.batch_size)
     args.images = args.images or STEPS * args.batch_size
-    if args.images < LAST * args.batch_size:
-        parser.error(f"--images {args.images}: an epoch has less than {LAST} steps")
     return args
 
 
@@ -89,19 +86,6 @@ def run(words, **environment):
         sys.stderr.write(done.stderr)
         fail(f"exit code {done.returncode} of: {text}")
     return done
-
-
-def run_counted(words, folder):
-    """Run a command of a script under count_steps.py.
-
-    Returns what it ended with, and the counts, which are None if the script spawns its
-    processes.
-    """
-    file = Path(folder, "counted.json")
-    place = [str(word).endswith(".py") for word in words].index(True)
-    counting = [str(HERE / "count_steps.py"), str(file)]
-    done = run([*words[:place], *counting, *words[place:]])
-    return done, json.loads(file.read_text()) or None
 
 
 def median_and_range(values):
@@ -129,7 +113,7 @@ def measure_limit(flags, processes):
 
 
 def train(args, stage, processes):
-    """Train a stage; return its row, and what was counted.
+    """Train a stage; return its row.
 
     The limit is measured just before, since a machine's speed can drift.
     """
@@ -144,7 +128,7 @@ def train(args, stage, processes):
     row["limit_images_per_s"] = median_and_range(limit)
     with tempfile.TemporaryDirectory() as name:
         words = [*command(stage, processes), *flags, "--out-dir", f"{name}/out"]
-        done, counted = run_counted(words, name)
+        done = run(words)
         lines = Path(name, "out/metrics.jsonl").read_text().splitlines()
     _, *epochs = map(json.loads, lines)  # the first warms up
     # "epoch 3 25/25  data 0.1 ms  batch 9.8 ms ...": averages; `batch` includes `data`
@@ -157,22 +141,16 @@ def train(args, stage, processes):
         "evaluation_s": [each["val"]["seconds"] for each in epochs],
     }
     row |= {key: median_and_range(values) for key, values in per_epoch.items()}
-    if counted and counted["gpu_bytes"]:
-        row["gpu_bytes"] = counted["gpu_bytes"]
-    return row, counted
+    return row
 
 
 def measure(args, title):
     """Measure everything; return what the JSON file is to hold, under a title."""
-    rows, counted = [], {}
     single = [stage for stage in args.stages if "distributed" not in features(stage)]
     several = [stage for stage in args.stages if stage not in single]
     runs = [(stage, 1) for stage in single]
-    for stage, processes in runs + [(s, n) for n in args.processes for s in several]:
-        row, counts = train(args, stage, processes)
-        rows.append(row)
-        if counts:
-            counted[stage] = counts
+    runs += [(stage, n) for n in args.processes for stage in several]
+    rows = [train(args, *one) for one in runs]
     gpus = range(torch.cuda.device_count() if args.device.type == "cuda" else 0)
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
@@ -188,7 +166,6 @@ def measure(args, title):
         "title": title,
         "work": {k: str(v) for k, v in vars(args).items() if k in (*WORK, "amp")},
         "stages": rows,
-        "counted": counted,
     }
 
 

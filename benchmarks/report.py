@@ -63,21 +63,8 @@ def stages_table(rows, speed):
     return table(titles, lines)
 
 
-def counted_table(counted):
-    """Return a line for each stage of which the steps were counted."""
-    titles = ["stage", "waits per step", "collectives per step", "bytes per step"]
-    rows = []
-    for stage, counts in counted.items():
-        seen = counts["per_step"]
-        calls = ", ".join(f"{sums['calls']:g} {name}" for name, sums in seen.items())
-        size = sum(sums["bytes"] for sums in seen.values())
-        waits = f"{counts['waits_per_step']:g}"
-        rows.append([stage, waits, calls or "none", f"{size:,.0f}"])
-    return table(titles, rows)
-
-
 def show(result):
-    """Return the tables of a result, as the text that the command prints."""
+    """Return the table of a result, as the text that the command prints."""
     machine, rows = result["machine"], result["stages"]
     device = " and ".join(machine["gpus"]) or f"{machine['cores']} cores"
     speed = "images_per_s" if "images_per_s" in rows[0] else "tokens_per_s"
@@ -89,6 +76,4 @@ def show(result):
         "",
         *stages_table(rows, speed),
     ]
-    most = max(row["processes"] for row in rows)
-    lines += ["", f"What a step waits for, and sends, with up to {most} processes:"]
-    return "\n".join([*lines, *counted_table(result["counted"])])
+    return "\n".join(lines)

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.report import show
-from common.model import SmallResNet
 from harness.commands import run
 from harness.stages import ROOT
 from harness.stages import first_with
@@ -19,7 +18,6 @@ PAGE = (HERE / "README.md").read_text()
 
 @pytest.mark.release
 def test_stages_are_measured_against_the_limit(several, device, tmp_path):
-    """A step sends the gradient, once, and waits for nothing."""
     stages = [first_with("images"), first_with("torchrun")]
     flags = f"--data digits --epochs 2 --processes {several} --device {device}"
     file = tmp_path / "results.json"
@@ -30,18 +28,12 @@ def test_stages_are_measured_against_the_limit(several, device, tmp_path):
     for row in result["stages"]:
         for name in ("images_per_s", "limit_images_per_s", "evaluation_s", "loading"):
             assert 0 < row[name]["least"] <= row[name]["median"] <= row[name]["most"]
-    assert [each["waits_per_step"] for each in result["counted"].values()] == [0, 0]
-    size = sum(4 * parameter.numel() for parameter in SmallResNet(1, 10).parameters())
-    sent = {} if several == 1 else {"all_reduce": {"calls": 1, "bytes": size}}
-    assert [each["per_step"] for each in result["counted"].values()] == [{}, sent]
 
 
 @pytest.mark.parametrize("name", ["two_cores", "one_h100", "one_h100_text"])
 def test_the_readme_shows_what_is_stored(name):
-    """Of one GPU the first table."""
     result = json.loads((HERE / f"{name}.json").read_text())
-    text = show(result) if name == "two_cores" else show(result).split("\n\nWhat a")[0]
-    assert f"```\n{text}\n```" in PAGE
+    assert f"```\n{show(result)}\n```" in PAGE
     measured = {row["stage"] for row in result["stages"]}
     assert name != "two_cores" or measured == {*with_feature("images")}
 
@@ -57,7 +49,6 @@ def test_the_readme_shows_what_is_stored_of_the_probe():
         (["--epochs", "1"], "--epochs"),
         (["--processes", "2", "--batch-size", "61"], "--batch-size 61"),
         (["08"], "there is no stage 08; the stages are"),
-        (["--images", "96", "--batch-size", "48"], "--images 96"),
     ],
 )
 def test_bad_input_gets_one_line(flags, named, monkeypatch, capsys):
