@@ -10,7 +10,8 @@ Llama's blocks. --room says how many GPUs it takes, with a twentieth of each lef
 The table has a column for each moment of a training step. Its lines are upper bounds,
 and so is the fullest column. That column was compared with the bytes that a small Llama
 takes on two CPU ranks, by default and with float32, --ddp, --activation-checkpointing
-and --lora-rank. --room, --grad-accum, adamw-8bit and hours are not tested.
+and --lora-rank. --room, --grad-accum, adamw-8bit, one weight for embedding and head,
+Qwen3's norms and hours are not tested.
 
 What it assumes:
 - AdamW as on a GPU, where it updates all weights at once. Weights, gradients and

@@ -6,8 +6,6 @@ are each rank's own.
 
 A process may be killed at any moment, also in the middle of save(). Then the ranks are
 started again and call load().
-
-What is the same on all ranks has to be written once only.
 """
 
 

@@ -367,6 +367,11 @@ def test_a_small_model_of_a_folder_is_checked(tmp_path):
     made, said = run(words, tmp_path).stdout.splitlines()
     assert re.fullmatch(r"small: \d{3},\d{3} parameters", made)
     assert said == "loaded as by from_pretrained" and f"\n   {said}\n" in PAGE
+    config = transformers.GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"])
+    config.save_pretrained(tmp_path / "neox")
+    words = command(MAKE_MODEL, 0, tmp_path / "neox", "--check")
+    assert " is not in the files of small. " in run(words, tmp_path, 1).stdout
+    assert said in run([*words, "--rank-0-reads"], tmp_path).stdout
     copy = shutil.copytree(SCRIPTS, tmp_path / "copy")
     replace_once(copy / "sharded.py", ("    model.initialize_weights()\n", ""))
     words = command(copy / MAKE_MODEL.name, 0, "llama", "--check")

@@ -89,16 +89,14 @@ SHOWN = [
     for name in PAGES
     if name.startswith("docs/") and name.endswith(".md")
     for command, output in BLOCK.findall(text_of(name))
-    if "/demos/" in command or "/memory.py" in command
+    if "/demos/" in command
 ]
 
 
 @pytest.mark.parametrize(
     "command, output",
     [
-        only_in_release(
-            command, output, unless="join" in command or "/memory.py" in command
-        )
+        only_in_release(command, output, unless="join" in command)
         for command, output in SHOWN
     ],
 )

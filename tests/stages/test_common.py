@@ -196,6 +196,8 @@ def test_save_epoch_keeps_the_best_and_drops_what_an_earlier_run_left(tmp_path):
     save_epoch(tmp_path, 1, 40.0)
     assert [row["epoch"] for row in weights.read_metrics(tmp_path)] == [1]
     assert weights.load(tmp_path / "best.pt")["w"].unique() == 1
+    save_epoch(tmp_path, 1, 40.0, trained=0)  # a run that resumed after its last step
+    assert weights.read_metrics(tmp_path)[0]["train"]["count"] == 10
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best.pt", "last.pt", "metrics.jsonl"]
 

@@ -3,8 +3,8 @@
 In the place of llama can be a folder with a config.json. The model is then of that
 kind, with fewer and narrower layers. What is written has what a download has, a
 config.json and weights in bfloat16, except that the weights are random and that there
-is no tokenizer. With --check it is loaded twice, by your fine_tune.py and by
-from_pretrained, and what differs is printed. The exit code is then 1.
+is no tokenizer. With --check it is loaded twice, by your fine_tune.py, with what flags
+it gets, and by from_pretrained, and what differs is printed. The exit code is then 1.
 """
 
 import argparse
@@ -96,10 +96,11 @@ def find_differences(model, plain):
             yield f"{kind} with other values: {', '.join(names[:3])}"
 
 
-def check(folder):
+def check(folder, flags):
     """Yield a line for each difference between what fine_tune.py loads and does not."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    args, device = fine_tune.make_parser().parse_args([folder]), torch.device("cpu")
+    args = fine_tune.make_parser().parse_args([folder, *flags])
+    device = torch.device("cpu")
     model = fine_tune.load_model(args, device, dist.init_device_mesh("cpu", (1,)))
     plain_class = type(sharded.make_plain(model, model.dtype))
     plain = plain_class.from_pretrained(folder, dtype=model.dtype)
@@ -120,7 +121,7 @@ def main():
     add("kind", help=f"{', '.join(KINDS)}, or a folder")
     add("--out", help="the folder to write; by default KIND, or small")
     add("--check", action="store_true", help="compare what is loaded")
-    args = parser.parse_args()
+    args, flags = parser.parse_known_args()  # the others are fine_tune.py's
     if args.kind not in KINDS and not Path(args.kind, "config.json").exists():
         parser.error(f"{args.kind} is none of {', '.join(KINDS)}, nor has config.json")
     out = args.out or (args.kind if args.kind in KINDS else "small")
@@ -136,7 +137,7 @@ def main():
     print(f"{out}: {model.num_parameters():,} parameters")
     if args.check:
         try:
-            lines = list(check(out))
+            lines = list(check(out, flags))
         except sharded.ModelError as error:
             lines = [str(error)]
         print(*lines or ["loaded as by from_pretrained"], sep="\n")
