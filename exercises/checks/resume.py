@@ -1,12 +1,10 @@
 """Checks resume.py: what a kill at each moment of a save leaves is loaded."""
 
 import copy
-import io
 import os
 import shutil
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch._dynamo  # otherwise each rank does, for its optimizer, in seconds
@@ -29,11 +27,10 @@ def check(answer, rank):
     training = Training(0, rank)
     states = {0: training.state()}
     step = answer.load(folder, *training.parts)
-    assert step == 0 and step is not None, (
-        f"load() returns {step} where there is no checkpoint, not 0"
-    )
+    assert step == 0, f"load() returns {step} where there is no checkpoint, not 0"
     check_unchanged(states[0], training, "load() without a checkpoint")
     moments = Moments(folder, rank)
+    start_again(answer)  # it may have imported torch.save
     for step in range(EVERY, LAST + 1, EVERY):
         states[step] = training.train(EVERY).state()
         with moments.of(step):
@@ -41,16 +38,29 @@ def check(answer, rank):
         check_unchanged(states[step], training, "save()")
         dist.barrier()
     load(answer, rank, folder, [LAST], states)
+    states[LAST + EVERY] = training.train(EVERY).state()
     copies = [None] * dist.get_world_size()
     dist.all_gather_object(copies, moments.copies)
     for step, left in sum(copies, []):
+        if rank == 0:  # under the old name: a file in it may contain its path
+            shutil.rmtree(folder)
+            left.rename(folder)
+        dist.barrier()
+        start_again(answer)
         what = f"after a kill while step {step} was saved, "
         steps = [step - EVERY, step]
-        found, training = load(answer, rank, left, steps, states, what)
-        if found < step:  # the training goes on, and saves over what the kill left
-            answer.save(left, step, *training.train(EVERY).parts)
-            dist.barrier()
-            load(answer, rank, left, [step], states, f"{what}and saved again, ")
+        step, training = load(answer, rank, folder, steps, states, what)
+        # The training goes on, and saves over what the kill has left.
+        training.train(EVERY)
+        try:
+            with moments.of(step + EVERY):
+                answer.save(folder, step + EVERY, *training.parts)
+        except Exception as error:
+            error.add_note(f"This was {what}and the training then went on.")
+            raise
+        dist.barrier()
+        what += f"and step {step + EVERY} then, "
+        load(answer, rank, folder, [step + EVERY], states, what)
 
 
 # ---- the training --------------------------------------------------------------------
@@ -114,25 +124,22 @@ class Moments(Recording):
     A torch.save has then written half of its bytes, another file is empty, and a rename
     has not happened yet. copies: pairs of the step that was saved, and the copy
 
-    At such a moment, rank 0 has gone as far as it can without the others. So it has
-    given a folder its name, for instance, if it does not wait for this rank.
+    The others have begun when rank 0 does the first of these operations. At those of
+    another rank, rank 0 has gone as far as it can without that rank. So it has given a
+    folder its name, for instance, if it does not wait for it.
     """
 
     def __init__(self, folder, rank):
         super().__init__()
         self.folder, self.rank, self.copies = folder.absolute(), rank, []
-        self.step = None  # the one that is saved now
+        self.step, self.saves = None, 0  # the one that is saved now; how many were
         sys.addaudithook(self.hear)
+        torch.save = self.half_of(torch.save)
 
     def of(self, step):
         self.step = step
+        self.saves += 1
         self.events.clear()
-        return self
-
-    def __enter__(self):
-        super().__enter__()
-        patch = mock.patch.object(torch, "save", self.half_of(torch.save))
-        self.patches.enter_context(patch)
         return self
 
     def __exit__(self, *error):
@@ -145,43 +152,55 @@ class Moments(Recording):
         self.tell(len(self.calls))
 
     def tell(self, calls):
-        """Have rank 0 say how many collectives it has begun."""
-        if self.rank == 0:
-            _get_default_store().set(f"{self.step}/{calls}", "")
+        """Say how many collectives rank 0 has begun, or that another has begun."""
+        what = self.rank or f"calls-{calls}"
+        _get_default_store().set(f"{self.saves}/{what}", "")
 
-    def kill(self, path=None, size=0):
-        """Copy the folder; size: of the file at `path`, which is cut off there."""
-        number = path.stat().st_ino if path and path.exists() else None
+    def wait_for_others(self):
+        keys = [f"{self.saves}/{rank}" for rank in range(1, dist.get_world_size())]
         if self.rank:
-            _get_default_store().wait([f"{self.step}/{len(self.calls) + 1}"])
+            self.tell(None)
+            keys = [f"{self.saves}/calls-{len(self.calls) + 1}"]
+        _get_default_store().wait(keys)
+
+    def kill(self, path=None, half=False):
+        """Copy the folder; there the file at `path` is empty, or has half its bytes."""
+        number = path.stat().st_ino if path and path.exists() else None
+        self.wait_for_others()
         left = Path(f"{self.folder}-{self.step}-{self.rank}-{len(self.copies)}")
+        step, self.step = self.step, None  # hear() is not to hear what is done here
         try:
-            shutil.copytree(self.folder, left)
-            for each in self.folder.rglob("*"):  # it may have another name by now
-                if each.stat().st_ino == number:
-                    os.truncate(left / each.relative_to(self.folder), size)
+            shutil.copytree(self.folder, left, symlinks=True)
+            if path:  # which may have another name by now, or is not there yet
+                files = [*self.folder.rglob("*")]
+                same = [each for each in files if each.lstat().st_ino == number]
+                for each in same or [path]:
+                    with (left / each.relative_to(self.folder)).open("ab") as file:
+                        file.truncate(file.tell() // 2 if half else 0)
+            self.copies.append((step, left))
         except OSError:  # it is not there yet, or another rank has changed it meanwhile
-            return
-        self.copies.append((self.step, left))
+            shutil.rmtree(left, ignore_errors=True)
+        self.step = step
+
+    def kill_in(self, path, half=False):
+        if self.step and self.folder in path.parents:
+            self.kill(path, half)
 
     def half_of(self, save):
-        def saved(state, file, *args, **kwargs):
-            save(state, file, *args, **kwargs)
-            if not isinstance(file, io.BytesIO):  # so a tensor is pickled to be sent
-                path = Path(file.name if hasattr(file, "write") else file)
-                self.kill(path, path.stat().st_size // 2)
+        def saved(obj, f, *args, **kwargs):
+            save(obj, f, *args, **kwargs)
+            if isinstance(f, str | os.PathLike):  # of others, hear() has heard
+                self.kill_in(Path(f).absolute(), half=True)
 
         return saved
 
     def hear(self, event, args):
-        if self.step is None:
-            return
-        if event in CHANGES:
+        if self.step and event in CHANGES:
             self.kill()
-        elif event == "open" and isinstance(args[0], (str, os.PathLike)):
-            path, _, flags = Path(args[0]), *args[1:]
-            if self.folder in path.absolute().parents and flags & os.O_TRUNC:
-                self.kill(path)
+        elif event == "open" and isinstance(args[0], str | os.PathLike):
+            path, flags = Path(args[0]).absolute(), args[2]
+            if flags & os.O_TRUNC or flags & os.O_CREAT and not path.exists():
+                self.kill_in(path)
 
 
 # ---- the parts of the check ----------------------------------------------------------
@@ -199,7 +218,7 @@ def load(answer, rank, folder, wanted, states, what=""):
             raise
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise AssertionError(
-            f"{what}load() begins with half of a checkpoint: {said.partition('. ')[0]}"
+            f"{what}load() fails: {said.partition('. ')[0]}"
         ) from error
     steps = [None] * dist.get_world_size()
     dist.all_gather_object(steps, step)
@@ -222,6 +241,11 @@ def load(answer, rank, folder, wanted, states, what=""):
             f" step {step}{half}"
         )
     return step, training
+
+
+def start_again(answer):
+    """Execute the answer as a new process does: it forgets its global variables."""
+    answer.__spec__.loader.exec_module(answer)
 
 
 def check_unchanged(before, training, what):

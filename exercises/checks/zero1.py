@@ -28,6 +28,7 @@ def check(answer, rank):
     def note(optimizer, *_):
         weights = [each for group in optimizer.param_groups for each in group["params"]]
         grads = [None if each.grad is None else each.grad.clone() for each in weights]
+        weights = [each.detach() for each in weights]  # an answer may free them later
         used.append((optimizer, [*zip(weights, grads, strict=True)]))
 
     register_optimizer_step_pre_hook(note)

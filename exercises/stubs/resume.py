@@ -5,7 +5,8 @@ optimizer and of the scheduler, are the same on all ranks; the random numbers of
 are each rank's own.
 
 A process may be killed at any moment, also in the middle of save(). Then the ranks are
-started again and call load().
+started again and call load(). They wait for each other in collectives alone, such as
+dist.barrier().
 """
 
 
@@ -13,7 +14,7 @@ def save(folder, step, model, optimizer, scheduler):
     """Write everything that is needed to resume after this step.
 
     folder: a pathlib.Path on a disk that all ranks see; it need not be there yet
-    step: how many optimizer steps have been taken; none is saved twice
+    step: how many optimizer steps have been taken; only after a kill is one saved again
 
     Once the first checkpoint is written, load() finds a complete one at every moment,
     also between any two calls that change the folder. The one before may be removed

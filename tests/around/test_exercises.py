@@ -71,12 +71,12 @@ MISTAKES = {
         (
             "    dist.barrier()  # otherwise",
             "    # otherwise",
-            "after a kill while step 2 was saved, load() begins with half",
+            "after a kill while step 2 was saved, load() fails: ",
         ),
         (
             'folder / f"unfinished-{step}"  #',
             'folder / f"step-{step:09}"  #',
-            "after a kill while step 2 was saved, load() begins with half",
+            "after a kill while step 2 was saved, load() fails: ",
         ),
         ('f"step-{step:09}"', 'f"step-{step}"', "does it sort names as text"),
         (
