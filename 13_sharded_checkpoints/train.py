@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=2 13_sharded_checkpoints/train.py
 """
 
+import contextlib
 import gc
 import math
 import os
@@ -121,6 +122,22 @@ def is_main_process():
     return dist.get_rank() == 0  # [03] otherwise every process prints and writes
 
 
+@contextlib.contextmanager
+def main_process_first():
+    """Run a block on rank 0, then on a rank of each other machine, then on the rest."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # [03] turn 1 is for machines that do not see the disk of rank 0
+    turn = 0 if is_main_process() else 1 if local_rank == 0 else 2
+    for _ in range(turn):
+        dist.barrier()
+    try:
+        yield
+    finally:
+        # [03] also if the block fails: otherwise the others wait for this rank in vain
+        for _ in range(turn, 3):
+            dist.barrier()
+
+
 def log(line):
     """Print a line, once for the whole run."""
     if is_main_process():
@@ -137,8 +154,8 @@ def gather(value):
 # ---- 3. data -------------------------------------------------------------------------
 def make_loaders(args):
     """Return the loaders of this process's training and validation batches."""
-    # [11] windows of one long text: a file, which no rank downloads
-    with one_line_errors("--text-file:"):
+    # [11] windows of one long text
+    with main_process_first(), one_line_errors("--text-file:"):
         train_set, val_set = text.load(args.text_file, args.context_length, args.seed)
     check_batch_size(args.batch_size, dist.get_world_size(), samples=len(train_set))
     # [03] otherwise the global batch grows with the number of processes
